@@ -1,0 +1,71 @@
+"""Long-context inference on one GPU with a KV cache larger than its memory, under plain Hugging
+Face `generate`.
+
+Importing this package loads neither torch nor transformers and changes nothing; names are loaded
+when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sparsekv.errors import (
+    CacheStateError,
+    CapacityError,
+    FormatError,
+    LayoutError,
+    SparseKVError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from sparsekv.attention import merge_partials, split_attention
+    from sparsekv.cache import InplaceKVCache
+    from sparsekv.engine import CacheConfig
+    from sparsekv.format import KVGeometry, PartitionSpec
+    from sparsekv.models.patch import patch
+    from sparsekv.roofline import ShareRouter
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheConfig",
+    "CacheStateError",
+    "CapacityError",
+    "FormatError",
+    "InplaceKVCache",
+    "KVGeometry",
+    "LayoutError",
+    "PartitionSpec",
+    "ShareRouter",
+    "SparseKVError",
+    "UnsupportedModelError",
+    "__version__",
+    "merge_partials",
+    "patch",
+    "split_attention",
+]
+
+_HOME = {
+    "CacheConfig": "sparsekv.engine",
+    "InplaceKVCache": "sparsekv.cache",
+    "KVGeometry": "sparsekv.format",
+    "PartitionSpec": "sparsekv.format",
+    "ShareRouter": "sparsekv.roofline",
+    "merge_partials": "sparsekv.attention",
+    "patch": "sparsekv.models.patch",
+    "split_attention": "sparsekv.attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'sparsekv' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,56 @@
+"""What a cache holds, region by region."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionStats:
+    """One region, all layers and rows."""
+
+    name: str
+    """window, ping-pong, unpinned or pinned."""
+    memory: str
+    """GPU (the accelerator, also a simulated one) or CPU."""
+    tokens: int
+    """Tokens of a sequence that live here; 0 for ping-pong, which holds copies."""
+    used_bytes: int
+    """Bytes of those tokens; for the two accelerator regions the bytes allocated."""
+    share: float
+    """Part of all tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """A cache at one moment."""
+
+    num_tokens: int
+    """Tokens of each sequence."""
+    batch_size: int
+    cpu_share: float
+    """Part of the placed tokens that the CPU attends to; 0.0 while none is placed."""
+    regions: tuple[RegionStats, ...]
+    h2d_bytes: int
+    """Bytes copied from host memory to the accelerator so far."""
+    d2h_bytes: int
+    """Bytes copied from the accelerator to host memory so far."""
+
+    def __str__(self) -> str:
+        lines = [f"{'region':<10}{'memory':>8}{'tokens':>10}{'MiB':>12}{'share':>8}"]
+        for region in self.regions:
+            size = region.used_bytes / 2**20
+            lines.append(
+                ""
+                ""
+                f"{region.name:<10}{region.memory:>8}{region.tokens:>10,}{size:>12,.2f}{region.share:>8.1%}"
+            )
+        lines.append(
+            f"{self.num_tokens:,} tokens x {self.batch_size} rows, CPU share of placed tokens "
+            f"{self.cpu_share:.1%}"
+        )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, for JSON."""
+        return asdict(self)

@@ -1,0 +1,5 @@
+"""How much goes where. Numbers only: no tensor, no device."""
+
+from sparsekv.roofline.router import ShareRouter
+
+__all__ = ["ShareRouter"]
