@@ -1,0 +1,10 @@
+"""Where bytes live: the window and the ping-pong buffers on the accelerator, the two stacks in host
+memory.
+"""
+
+from sparsekv.regions.ping_pong import PingPong
+from sparsekv.regions.pool import RegionPool
+from sparsekv.regions.stack import SegmentStack
+from sparsekv.regions.window import Window
+
+__all__ = ["PingPong", "RegionPool", "SegmentStack", "Window"]

@@ -1,0 +1,198 @@
+"""Host memory: anonymous mappings, huge pages, and how much of the machine may be committed.
+
+A mapping reserves addresses only; pages are committed when they are first written. Mappings are not
+inherited by forked children, whose copies would cost as much again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from pathlib import Path
+
+import psutil
+
+from sparsekv.device import Accelerator
+from sparsekv.errors import CapacityError, LayoutError
+
+PAGE_BYTES = mmap.PAGESIZE
+HUGE_PAGE_BYTES = 2 << 20
+RESERVED_BYTES = 2 << 30
+"""Left to the rest of the machine: beyond it the kernel kills rather than refuses."""
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_NORESERVE = 0x4000
+_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 10, 14, 15
+_UNLIMITED = 1 << 60
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+
+
+class Mapping:
+    """A range of addresses, aligned to huge pages. Its owner unmaps it; views are handed out
+    elsewhere.
+    """
+
+    def __init__(self, num_bytes: int, use: tuple[int, bool]) -> None:
+        self.use = use
+        """Bytes of the segments it is cut into, and whether it gets registered."""
+        self.num_bytes = round_up(num_bytes, PAGE_BYTES)
+        self.touched_bytes = 0
+        """Bytes from the start that were written at some time, and so are committed."""
+        self._mapped_bytes = self.num_bytes + HUGE_PAGE_BYTES
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        base = _libc.mmap(None, self._mapped_bytes, protection, flags | _MAP_NORESERVE, -1, 0)
+        if base == _MAP_FAILED:
+            raise CapacityError(
+                f"reserving {self._mapped_bytes} bytes of addresses: "
+                f"{os.strerror(ctypes.get_errno())}; lower "
+                "max_tokens or raise the limit of address space (ulimit -v)"
+            )
+        self._base = base
+        self.address = round_up(base, HUGE_PAGE_BYTES)
+        _libc.madvise(base, self._mapped_bytes, _MADV_DONTFORK)
+        # Where huge pages are on for everyone, the first byte of a small segment would commit 2
+        # MiB.
+        _libc.madvise(base, self._mapped_bytes, _MADV_NOHUGEPAGE)
+        self._huge_bytes = 0
+        self._registrations: list[tuple[Accelerator, int]] = []
+        self.registration_ends: list[int] = []
+        """Where each registration ends, ascending, from the start on without gaps; multiples of the
+        page.
+        """
+
+    def register(self, accelerator: Accelerator, end: int) -> None:
+        """Register the bytes from the last registration's end up to `end`, which is rounded up to a
+        page.
+
+        Raises:
+            CapacityError: the system refuses; what was registered before stays so.
+        """
+        end = round_up(end, PAGE_BYTES)
+        start = self.registration_ends[-1] if self.registration_ends else 0
+        accelerator.register(self.address + start, end - start)
+        self._registrations.append((accelerator, self.address + start))
+        self.registration_ends.append(end)
+
+    def unregister(self) -> None:
+        """Undo every registration."""
+        while self._registrations:
+            accelerator, address = self._registrations.pop()
+            accelerator.unregister(address)
+        self.registration_ends.clear()
+
+    def advise_huge(self, end: int) -> None:
+        """Let the pages up to byte `end` (a multiple of the huge page) be huge ones."""
+        if end > self._huge_bytes:
+            _libc.madvise(self.address + self._huge_bytes, end - self._huge_bytes, _MADV_HUGEPAGE)
+            self._huge_bytes = end
+
+    def resident_bytes(self) -> int:
+        """Bytes of this mapping that are in memory now."""
+        pages = ctypes.create_string_buffer(self.num_bytes // PAGE_BYTES)
+        _libc.mincore(self.address, self.num_bytes, pages)
+        return PAGE_BYTES * sum(page & 1 for page in pages.raw)
+
+    def unmap(self) -> None:
+        """Give the addresses back, registrations first. No view may be alive."""
+        self.unregister()
+        _libc.munmap(self._base, self._mapped_bytes)
+
+
+def round_up(value: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `value`."""
+    return -(-value // unit) * unit
+
+
+def available_bytes() -> int:
+    """Host memory that may still be committed: what the machine or its container has left, less a
+    reserve.
+
+    `SPARSEKV_HOST_MEMORY` (bytes, or with a unit such as `120GiB`) replaces the machine's own
+    figure of its total, for virtual machines whose memory grows only as it is used.
+    """
+    available = psutil.virtual_memory().available
+    if total := os.environ.get("SPARSEKV_HOST_MEMORY"):
+        used = psutil.virtual_memory().total - available
+        available = parse_bytes(total) - used
+    return max(min(available, _cgroup_available()) - RESERVED_BYTES, 0)
+
+
+def check_available(num_bytes: int, what: str) -> None:
+    """Raise before `num_bytes` more are committed for `what`.
+
+    Raises:
+        CapacityError: the machine would run out.
+    """
+    if num_bytes > (available := available_bytes()):
+        raise CapacityError(
+            f"{what}: needs {num_bytes / 2**30:.2f} GiB more of host memory, "
+            f"{available / 2**30:.2f} GiB may be used; "
+            "lower the context, the batch or max_tokens, or free memory"
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as `32GiB`, `32G` (both binary), `32GB` (decimal) or `34359738368`.
+
+    Raises:
+        LayoutError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B|)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise LayoutError(
+            f"{text!r} is not a size; write bytes or a number with a unit, as in 32GiB"
+        )
+    number, prefix, suffix = match.groups()
+    base = 1000 if prefix and suffix.lower() == "b" else 1024
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def _cgroup_available() -> int:
+    """Bytes left under the memory limits of this process's control groups; a large number without
+    one.
+
+    File cache that nobody uses counts as free: the kernel drops it before it kills.
+    """
+    try:
+        entries = [
+            line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()
+        ]
+    except OSError:
+        return _UNLIMITED
+    left = _UNLIMITED
+    for _, controllers, path in entries:
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            left = min(left, _group_available(folder, *names))
+            if folder == root:
+                break
+    return left
+
+
+def _group_available(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int:
+    try:
+        limit, usage = (
+            (folder / limit_name).read_text().strip(),
+            int((folder / usage_name).read_text()),
+        )
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return _UNLIMITED
+    if not limit.isdigit() or int(limit) >= _UNLIMITED:
+        return _UNLIMITED
+    return int(limit) - usage + int(stat.get(cache_name, 0))

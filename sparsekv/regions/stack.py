@@ -1,0 +1,237 @@
+"""The segments of one layer in one CPU region, in the order in which they were placed.
+
+A stack grows at its end and is cut from its end; nothing in between ever moves. Slots of equal size
+that follow one another in one mapping, and in one registration where the region is registered, form
+a run, which is viewed as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsekv.device import Accelerator
+from sparsekv.format import KVGeometry, KVView
+from sparsekv.regions.memory import HUGE_PAGE_BYTES, round_up
+from sparsekv.regions.pool import Lease, RegionPool
+
+_ALIGNMENT = 64
+_WASTE_LIMIT = 32
+"""A huge page may be partly empty if that is under one part in 32 of what the stack holds."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Equal slots, one after the other."""
+
+    lease: Lease
+    start: int
+    num_rows: int
+    stride: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count * self.stride
+
+
+class SegmentStack:
+    """A growing sequence of segments; slot i holds the i-th segment placed in this region.
+
+    Args:
+        pool: where mappings come from.
+        geometry: what a token stores.
+        window_size: tokens of a segment.
+        accelerator: registers the memory with this accelerator (the pinned region); None for the
+            unpinned one.
+    """
+
+    def __init__(
+        self,
+        pool: RegionPool,
+        geometry: KVGeometry,
+        window_size: int,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self._pool = pool
+        self._geometry = geometry
+        self._window_size = window_size
+        self._accelerator = accelerator
+        self._runs: list[Run] = []
+        self._leases: list[Lease] = []
+        self.reserved_segments = 16
+        """Segments to take addresses for at once."""
+
+    def __len__(self) -> int:
+        return sum(run.count for run in self._runs)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slots, padding between them included."""
+        return sum(run.count * run.stride for run in self._runs)
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """The mappings in use."""
+        return tuple(self._leases)
+
+    def slot_bytes(self, num_rows: int) -> int:
+        """Bytes from one slot of `num_rows` rows to the next."""
+        row_bytes = self._window_size * self._geometry.bytes_per_token_per_layer
+        return round_up(num_rows * row_bytes, _ALIGNMENT)
+
+    def bytes_to_commit(self, num_segments: int, num_rows: int) -> int:
+        """Bytes that `push` would newly commit, at most."""
+        needed = num_segments * self.slot_bytes(num_rows)
+        if self._runs:
+            return max(
+                needed - max(self._runs[-1].lease.mapping.touched_bytes - self._runs[-1].end, 0), 0
+            )
+        return max(needed - (self._leases[0].mapping.touched_bytes if self._leases else 0), 0)
+
+    def push(self, num_segments: int, num_rows: int) -> None:
+        """Add uninitialised slots at the end.
+
+        Raises:
+            CapacityError: no addresses left, or registration refused; the stack is as before then.
+        """
+        length = len(self)
+        try:
+            while num_segments:
+                num_segments -= self._extend(num_segments, num_rows)
+        except BaseException:
+            self.truncate(length)
+            raise
+
+    def truncate(self, length: int) -> None:
+        """Drop slots from the end until `length` are left; the next ones reuse their memory."""
+        excess = len(self) - length
+        while excess > 0:
+            run = self._runs[-1]
+            dropped = min(run.count, excess)
+            run.count -= dropped
+            excess -= dropped
+            if not run.count:
+                self._runs.pop()
+
+    def segment(self, slot: int) -> Tensor:
+        """(rows, num_kv_heads, window_size * elements) view of one slot: each row and head is one
+        run of keys, then values.
+        """
+        for run in self._runs:
+            if slot < run.count:
+                return self._elements(run)[slot]
+            slot -= run.count
+        raise IndexError(slot)
+
+    def runs(self) -> list[Tensor]:
+        """The whole stack as (segments, rows, num_kv_heads, window_size * elements) views, in
+        order.
+        """
+        return [self._elements(run) for run in self._runs]
+
+    def views(self, positions: list[int], row_tables: list[Tensor | None]) -> tuple[KVView, ...]:
+        """The whole stack, run by run.
+
+        Args:
+            positions: position in the sequence of each slot's first token.
+            row_tables: each slot's logical row -> physical row; None where that is the identity.
+        """
+        views, first = [], 0
+        for run in self._runs:
+            last = first + run.count
+            key, value = split_elements(self._elements(run), self._geometry, self._window_size)
+            rows = row_tables[first:last]
+            table = None
+            if any(r is not None for r in rows):
+                identity = torch.arange(run.num_rows)
+                table = torch.stack([identity if r is None else r for r in rows])
+            views.append(KVView(key, value, torch.tensor(positions[first:last]), table))
+            first = last
+        return tuple(views)
+
+    def _elements(self, run: Run) -> Tensor:
+        heads, dtype = self._geometry.num_kv_heads, self._geometry.dtype
+        per_head = self._window_size * self._geometry.elements_per_token
+        flat = run.lease.tensor(
+            run.start, (run.count, run.num_rows * heads * per_head), run.stride, dtype
+        )
+        return flat.unflatten(1, (run.num_rows, heads, per_head))  # [N, R, H, W * (D + Dv)]
+
+    def _extend(self, num_segments: int, num_rows: int) -> int:
+        """Add some slots, as many as lie in one piece; how many."""
+        stride = self.slot_bytes(num_rows)
+        last = self._runs[-1] if self._runs else None
+        lease = last.lease if last else None
+        start, count = (
+            self._place(lease, last.end, stride, num_segments) if last and lease else (0, 0)
+        )
+        while not count:
+            lease = self._next_lease(lease, num_segments, stride)
+            start, count = self._place(lease, 0, stride, num_segments)
+        assert lease is not None
+        mapping, end = lease.mapping, start + count * stride
+        mapping.advise_huge(self._huge_end(end, self.used_bytes + count * stride))
+        mapping.touched_bytes = max(mapping.touched_bytes, end)
+        joins = (
+            last is not None
+            and (last.lease, last.end, last.stride, last.num_rows)
+            == (lease, start, stride, num_rows)
+            and start not in mapping.registration_ends
+        )
+        if joins and last is not None:
+            last.count += count
+        else:
+            self._runs.append(Run(lease, start, num_rows, stride, count))
+        return count
+
+    def _place(self, lease: Lease, start: int, stride: int, num_segments: int) -> tuple[int, int]:
+        """Where slots fit from byte `start` of a mapping on, and how many in one piece (0: none).
+
+        No slot crosses from one registration into the next: a DMA across both fails, even where
+            they touch.
+        """
+        mapping = lease.mapping
+        if self._accelerator is not None:
+            for end in mapping.registration_ends:
+                if start + stride <= end:
+                    return start, min(num_segments, (end - start) // stride)
+                start = max(start, end)
+        count = min(num_segments, (mapping.num_bytes - start) // stride)
+        if self._accelerator is not None and count > 0:
+            mapping.register(self._accelerator, start + count * stride)
+        return start, max(count, 0)
+
+    def _next_lease(self, lease: Lease | None, num_segments: int, stride: int) -> Lease:
+        """The mapping after `lease`: one that slots were cut from before, or as many addresses
+        again as are in use.
+        """
+        following = self._leases.index(lease) + 1 if lease else 0
+        if following == len(self._leases):
+            wanted = max(num_segments, self.reserved_segments, len(self))
+            self._leases.append(self._pool.lease(wanted * stride, stride, self._accelerator))
+        return self._leases[following]
+
+    @staticmethod
+    def _huge_end(end: int, used_bytes: int) -> int:
+        """Up to where huge pages may go once `end` bytes of a mapping, and `used_bytes` in all, are
+        used.
+        """
+        above = round_up(end, HUGE_PAGE_BYTES)
+        if (above - end) * _WASTE_LIMIT <= used_bytes:
+            return above
+        return end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+def split_elements(elements: Tensor, geometry: KVGeometry, tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys (..., tokens, head_dim) and values (..., tokens, head_dim_v) of runs (..., tokens *
+    elements), zero-copy.
+    """
+    key = elements[..., : tokens * geometry.head_dim].unflatten(-1, (tokens, geometry.head_dim))
+    if geometry.shared_kv:
+        return key, key[..., : geometry.value_dim]
+    return key, elements[..., tokens * geometry.head_dim :].unflatten(
+        -1, (tokens, geometry.value_dim)
+    )
