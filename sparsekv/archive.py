@@ -1,0 +1,257 @@
+"""Saved caches: one safetensors file with a versioned header (FORMAT.md, "A saved cache").
+
+Segments are written as they lie, physical rows and row tables included, so saving copies nothing
+and a loaded cache has every segment in the region it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparsekv.errors import CacheStateError, CapacityError, FormatError
+from sparsekv.format import KVGeometry, Placement, SegmentPlace
+
+if TYPE_CHECKING:
+    from sparsekv.cache import InplaceKVCache
+
+FORMAT_NAME = "sparsekv-cache"
+FORMAT_VERSION = 1
+
+
+def save_cache(cache: InplaceKVCache, path: Path) -> None:
+    """Write a cache that is between steps. The file appears at `path` whole, or not at all.
+
+    Raises:
+        CacheStateError: layers hold different numbers of tokens.
+        OSError: the file cannot be written.
+    """
+    if not cache.is_complete:
+        raise CacheStateError(cache._incomplete_message())
+    for layer_idx in range(len(cache._layers)):
+        cache.flush(layer_idx)
+    metadata = {
+        "format": FORMAT_NAME,
+        "version": str(FORMAT_VERSION),
+        "header": json.dumps(_header(cache)),
+    }
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(_tensors(cache), partial, metadata)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_cache(cache: InplaceKVCache, path: Path) -> None:
+    """Replace a cache's content by a saved one's. Everything is checked, and read into new regions,
+    before the swap.
+    """
+    header = read_header(path)
+    _check_header(cache, header, path)
+    num_rows = header["segment_rows"]
+    placement = Placement(header["batch_size"])
+    placement.places = [
+        SegmentPlace(region, rows, error)
+        for region, rows, error in zip(
+            header["regions"], num_rows, header["router_errors"], strict=True
+        )
+    ]
+    per_row = cache.spec.segment_bytes // cache.spec.batch_size
+    cache._check_memory(sum(num_rows) * per_row * len(cache._layers), f"loading {path}")
+    layers, windows = cache._new_layers(), cache._new_windows(header["batch_size"])
+    fill = header["num_tokens"] - len(num_rows) * cache.spec.window_size
+    with _open(path) as file:
+        _check_tensors(file, header, path)
+        placement.set_row_tables(file.get_tensor("row_tables"))
+        for layer_idx, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+            for region, stack in layer.stacks.items():
+                for name in _pieces(file, layer_idx, region):
+                    piece = file.get_tensor(name)
+                    stack.push(len(piece), piece.shape[1])
+                    for i, segment in enumerate(piece):
+                        stack.segment(len(stack) - len(piece) + i).copy_(segment)
+            window.elements.copy_(file.get_tensor(f"layers.{layer_idx}.window"))
+            layer.progress = type(layer.progress)(len(num_rows), fill)
+    cache.router.error = header["router_error"]
+    cache._placement, cache._windows, cache._layers = placement, windows, layers
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a saved cache.
+
+    Raises:
+        FormatError: no such file, truncated, not a saved cache, or a newer version.
+    """
+    with _open(path) as file:
+        metadata = file.metadata() or {}
+    if metadata.get("format") != FORMAT_NAME:
+        raise FormatError(
+            f"{path}: a safetensors file, but not a saved cache; save one with cache.save(path)"
+        )
+    version = metadata.get("version", "")
+    if not version.isdigit() or not 1 <= int(version) <= FORMAT_VERSION:
+        raise FormatError(
+            f"{path}: format version {version!r}, this sparsekv reads versions 1 to "
+            f"{FORMAT_VERSION}; upgrade sparsekv"
+        )
+    try:
+        header = json.loads(metadata["header"])
+        missing = set(_HEADER_KEYS) - set(header)
+    except (KeyError, ValueError, TypeError):
+        raise FormatError(f"{path}: its header cannot be read; save the cache again") from None
+    if missing:
+        raise FormatError(
+            f"{path}: its header lacks {', '.join(sorted(missing))}; save the cache again"
+        )
+    return dict(header)
+
+
+_HEADER_KEYS = (
+    "geometry",
+    "window_size",
+    "batch_size",
+    "num_tokens",
+    "regions",
+    "segment_rows",
+    "router_errors",
+    "router_error",
+)
+
+
+def geometry_of(header: dict[str, Any]) -> KVGeometry:
+    """The geometry that a saved cache was made for."""
+    fields = dict(header["geometry"])
+    fields["dtype"] = getattr(torch, fields["dtype"])
+    return KVGeometry(**fields)
+
+
+def _header(cache: InplaceKVCache) -> dict[str, Any]:
+    geometry, places = cache.spec.geometry, cache._placement.places
+    return {
+        "geometry": {
+            "num_layers": geometry.num_layers,
+            "num_kv_heads": geometry.num_kv_heads,
+            "head_dim": geometry.head_dim,
+            "head_dim_v": geometry.head_dim_v,
+            "dtype": str(geometry.dtype).removeprefix("torch."),
+            "shared_kv": geometry.shared_kv,
+        },
+        "window_size": cache.spec.window_size,
+        "batch_size": cache.batch_size,
+        "num_tokens": cache.num_tokens,
+        "regions": [place.region for place in places],
+        "segment_rows": [place.num_rows for place in places],
+        "router_errors": [place.router_error for place in places],
+        "router_error": cache.router.error,
+    }
+
+
+def _tensors(cache: InplaceKVCache) -> dict[str, Tensor]:
+    tensors = {"row_tables": cache._placement.all_row_tables()}
+    for layer_idx, (layer, window) in enumerate(zip(cache._layers, cache._windows, strict=True)):
+        tensors[f"layers.{layer_idx}.window"] = window.elements.cpu()
+        for region, stack in layer.stacks.items():
+            for i, run in enumerate(stack.runs()):
+                tensors[f"layers.{layer_idx}.{region}.{i}"] = run.contiguous()
+    return tensors
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except FileNotFoundError:
+        raise FormatError(
+            f"{path}: no such file; save a cache there first with cache.save(path)"
+        ) from None
+    except (SafetensorError, OSError) as error:
+        raise FormatError(
+            f"{path}: not a whole safetensors file ({error}); save the cache again"
+        ) from None
+
+
+def _check_header(cache: InplaceKVCache, header: dict[str, Any], path: Path) -> None:
+    spec = cache.spec
+    try:
+        geometry = geometry_of(header)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise FormatError(
+            f"{path}: its geometry cannot be read ({error}); save the cache again"
+        ) from None
+    for name, saved, own in (
+        ("geometry", geometry, spec.geometry),
+        ("window_size", header["window_size"], spec.window_size),
+    ):
+        if saved != own:
+            raise FormatError(
+                f"{path}: saved with {name}={saved}, this cache has {own}; load it into a cache "
+                "built alike"
+            )
+    if spec.max_tokens is not None and header["num_tokens"] > spec.max_tokens:
+        raise CapacityError(
+            f"{path}: holds {header['num_tokens']} tokens, over max_tokens={spec.max_tokens}; "
+            "raise max_tokens"
+        )
+    num_segments = len(header["regions"])
+    lengths = {num_segments, len(header["segment_rows"]), len(header["router_errors"])}
+    fill = header["num_tokens"] - num_segments * spec.window_size
+    if (
+        len(lengths) > 1
+        or not 0 <= fill <= spec.window_size
+        or set(header["regions"]) - {"unpinned", "pinned"}
+    ):
+        raise FormatError(f"{path}: its header contradicts itself; save the cache again")
+
+
+def _pieces(file: Any, layer_idx: int, region: str) -> list[str]:
+    prefix = f"layers.{layer_idx}.{region}."
+    names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dict)
+    return sorted(names, key=lambda name: int(name[len(prefix) :]))
+
+
+def _check_tensors(file: Any, header: dict[str, Any], path: Path) -> None:
+    """Every tensor that the header promises is there, in its shape and dtype."""
+    geometry = geometry_of(header)
+    row = [geometry.num_kv_heads, header["window_size"] * geometry.elements_per_token]
+    dtype = torch.empty(0, dtype=geometry.dtype)
+    names = set(file.keys())
+
+    def check(name: str, shape: list[int] | None) -> list[int]:
+        if name not in names:
+            raise FormatError(f"{path}: lacks the tensor {name}; save the cache again")
+        part = file.get_slice(name)
+        found = list(part.get_shape())
+        if (shape is not None and found != shape) or found[-2:] != row:
+            raise FormatError(
+                f"{path}: {name} has shape {found}, which its header does not describe; save the "
+                "cache again"
+            )
+        if part[:0].dtype != dtype.dtype:
+            raise FormatError(f"{path}: {name} is not {geometry.dtype}; save the cache again")
+        return found
+
+    if "row_tables" not in names:
+        raise FormatError(f"{path}: lacks the tensor row_tables; save the cache again")
+    for layer_idx in range(geometry.num_layers):
+        check(f"layers.{layer_idx}.window", [header["batch_size"], *row])
+        for region in ("unpinned", "pinned"):
+            places = zip(header["regions"], header["segment_rows"], strict=True)
+            expected = [rows for name, rows in places if name == region]
+            found: list[int] = []
+            for name in _pieces(file, layer_idx, region):
+                shape = check(name, None)
+                found += [shape[1]] * shape[0]
+            if found != expected:
+                raise FormatError(
+                    f"{path}: layer {layer_idx} lacks segments of its {region} region; save the "
+                    "cache again"
+                )

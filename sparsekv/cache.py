@@ -1,0 +1,652 @@
+"""The cache: four regions whose place and layout are fixed when a token is written
+(arXiv:2609.14507, section 3).
+
+`append` writes new tokens and decides nothing about older ones; `views` shows a layer where it
+lies; `flush`, after the layer's attention, sends full segments from the window to their one CPU
+region. What is placed never moves, except that `crop` into a placed segment takes its surviving
+tokens back to the window.
+
+Each layer's state changes by single assignments in an order that leaves the cache whole wherever an
+error or Ctrl-C strikes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.device import Accelerator, open_accelerator
+from sparsekv.errors import CacheStateError, CapacityError, LayoutError
+from sparsekv.format import (
+    CacheStats,
+    KVView,
+    LayerViews,
+    PartitionSpec,
+    Placement,
+    RegionName,
+    RegionStats,
+    SegmentPlace,
+)
+from sparsekv.regions import PingPong, RegionPool, SegmentStack, Window
+from sparsekv.regions.memory import available_bytes, check_available
+from sparsekv.regions.stack import split_elements
+from sparsekv.roofline import ShareRouter
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a layer holds; replaced as a whole."""
+
+    num_segments: int = 0
+    """Placed segments."""
+    fill: int = 0
+    """Tokens in the window."""
+    pending: tuple[Tensor, Tensor | None] | None = None
+    """New keys and values that overflow the window, still where the model left them, until `flush`.
+    """
+
+    @property
+    def num_pending(self) -> int:
+        return 0 if self.pending is None else self.pending[0].shape[2]
+
+
+class LayerStore:
+    """The host regions of one layer, and how far it has got."""
+
+    def __init__(self, spec: PartitionSpec, accelerator: Accelerator, pool: RegionPool) -> None:
+        geometry = spec.geometry
+        self.stacks = {
+            "unpinned": SegmentStack(pool, geometry, spec.window_size),
+            "pinned": SegmentStack(pool, geometry, spec.window_size, accelerator),
+        }
+        self.progress = Progress()
+        self.host_views: tuple[Placement, int, tuple[KVView, ...], tuple[KVView, ...]] | None = None
+        """Views of the two stacks, and the placement and number of segments they show."""
+
+    def num_tokens(self, window_size: int) -> int:
+        """Tokens of a sequence."""
+        progress = self.progress
+        return progress.num_segments * window_size + progress.fill + progress.num_pending
+
+
+class InplaceKVCache:
+    """Keys and values of a batch of sequences, all layers.
+
+    Args:
+        spec: what is stored, for how many rows, cut how.
+        device: the accelerator: "cuda", "cuda:<index>", or "cpu" for the simulated one.
+        router: decides the region of each segment; half to each side if None.
+        pool: where host memory comes from and returns to; one of its own if None.
+    Raises:
+        LayoutError: no such device.
+
+    Not thread-safe: one cache serves one sequence batch at a time. A forked child gets
+    CacheStateError.
+    """
+
+    def __init__(
+        self,
+        spec: PartitionSpec,
+        device: str | torch.device = "cuda",
+        router: ShareRouter | None = None,
+        *,
+        pool: RegionPool | None = None,
+    ) -> None:
+        self.spec = spec
+        self.accelerator = open_accelerator(device)
+        self.router = ShareRouter(0.5) if router is None else router
+        self.ping_pong = PingPong(self.accelerator, spec)
+        self._pool = RegionPool() if pool is None else pool
+        self._pid = os.getpid()
+        self._closed: str | None = None
+        self._start(spec.batch_size)
+
+    def _start(self, batch_size: int) -> None:
+        self.router.error = 0.0
+        self._placement, self._windows = Placement(batch_size), self._new_windows(batch_size)
+        self._layers = self._new_layers()
+
+    def _new_layers(self) -> list[LayerStore]:
+        return [
+            LayerStore(self.spec, self.accelerator, self._pool)
+            for _ in range(self.spec.geometry.num_layers)
+        ]
+
+    def _new_windows(self, batch_size: int) -> list[Window]:
+        return [
+            Window(self.accelerator, self.spec.geometry, batch_size, self.spec.window_size)
+            for _ in range(self.spec.geometry.num_layers)
+        ]
+
+    # What it holds
+
+    @property
+    def device(self) -> torch.device:
+        """Where new keys, values and queries must be."""
+        return self.accelerator.device
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences now: batch operations change it."""
+        return self._placement.batch_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a sequence that every layer holds."""
+        return min(self._layer_lengths())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers hold the same tokens; not so inside a step, or after one that was
+        interrupted.
+        """
+        return len(self._layer_lengths()) == 1
+
+    def _layer_lengths(self) -> set[int]:
+        self._check_usable()
+        return {layer.num_tokens(self.spec.window_size) for layer in self._layers}
+
+    def layer_num_tokens(self, layer_idx: int) -> int:
+        """Tokens of a sequence in one layer."""
+        return self._layer(layer_idx).num_tokens(self.spec.window_size)
+
+    def region_of(self, layer_idx: int, token_idx: int) -> RegionName:
+        """The one region that holds a token; tokens not yet flushed count as the window's.
+
+        Raises:
+            LayoutError: no such layer or token.
+        """
+        layer = self._layer(layer_idx)
+        num_tokens = layer.num_tokens(self.spec.window_size)
+        if not 0 <= token_idx < num_tokens:
+            raise LayoutError(
+                f"token_idx={token_idx}: layer {layer_idx} holds tokens 0 to {num_tokens - 1}"
+            )
+        segment_idx = token_idx // self.spec.window_size
+        if segment_idx >= layer.progress.num_segments:
+            return "window"
+        return self._placement.places[segment_idx].region
+
+    def views(self, layer_idx: int) -> LayerViews:
+        """Zero-copy views of everything the layer holds, with positions and row tables.
+
+        Valid until the layer is next changed; host views stay readable as long as they are held,
+        but what a later `crop` or `reset` frees may be written again.
+        """
+        layer = self._layer(layer_idx)
+        progress, window_size = layer.progress, self.spec.window_size
+        shown = layer.host_views
+        if shown is None or shown[0] is not self._placement or shown[1] != progress.num_segments:
+            unpinned, pinned = (
+                self._stack_views(layer, "unpinned"),
+                self._stack_views(layer, "pinned"),
+            )
+            layer.host_views = shown = (self._placement, progress.num_segments, unpinned, pinned)
+        window, parts = self._windows[layer_idx], []
+        start = progress.num_segments * window_size
+        if progress.fill:
+            key, value = window.key[:, :, : progress.fill], window.value[:, :, : progress.fill]
+            parts.append(KVView(key[None], value[None], torch.tensor([start])))
+        if progress.pending is not None:
+            key, stored = progress.pending
+            value = key[..., : self.spec.geometry.value_dim] if stored is None else stored
+            parts.append(KVView(key[None], value[None], torch.tensor([start + progress.fill])))
+        return LayerViews(window=tuple(parts), unpinned=shown[2], pinned=shown[3])
+
+    def _stack_views(self, layer: LayerStore, region: str) -> tuple[KVView, ...]:
+        placed = enumerate(self._placement.places[: layer.progress.num_segments])
+        segments = [i for i, place in placed if place.region == region]
+        positions = [i * self.spec.window_size for i in segments]
+        return layer.stacks[region].views(positions, [self._placement.rows_of(i) for i in segments])
+
+    def stats(self) -> CacheStats:
+        """Tokens and bytes of each region."""
+        geometry, num_tokens = self.spec.geometry, self.num_tokens
+        placed = self._placement.places[
+            : min(layer.progress.num_segments for layer in self._layers)
+        ]
+        counts = {
+            name: sum(p.region == name for p in placed) * self.spec.window_size
+            for name in ("unpinned", "pinned")
+        }
+        num_placed = sum(counts.values())
+        per_window = self.spec.window_size * geometry.bytes_per_token_per_layer * self.batch_size
+
+        def region(name: str, memory: str, tokens: int, used_bytes: int) -> RegionStats:
+            share = tokens / num_tokens if num_tokens else 0.0
+            return RegionStats(
+                name=name, memory=memory, tokens=tokens, used_bytes=used_bytes, share=share
+            )
+
+        return CacheStats(
+            num_tokens=num_tokens,
+            batch_size=self.batch_size,
+            cpu_share=counts["unpinned"] / num_placed if num_placed else 0.0,
+            regions=(
+                region("window", "GPU", num_tokens - num_placed, geometry.num_layers * per_window),
+                region("ping-pong", "GPU", 0, self.ping_pong.num_bytes),
+                *(
+                    region(
+                        name,
+                        "CPU",
+                        tokens,
+                        sum(layer.stacks[name].used_bytes for layer in self._layers),
+                    )
+                    for name, tokens in counts.items()
+                ),
+            ),
+            h2d_bytes=self.accelerator.h2d_bytes,
+            d2h_bytes=self.accelerator.d2h_bytes,
+        )
+
+    # Writing
+
+    def append(self, layer_idx: int, key: Tensor, value: Tensor | None = None) -> None:
+        """Add new tokens to a layer.
+
+        Tokens that fit into the window are copied there; more are kept by reference, and must not
+        be written to, until `flush` (or the next `append`, which flushes first).
+
+        Args:
+            key: (batch, num_kv_heads, tokens, head_dim) on `device`, of the geometry's dtype.
+            value: (batch, num_kv_heads, tokens, head_dim_v) likewise; None exactly where V is part
+                of K.
+        Raises:
+            LayoutError: a shape, dtype or device differs from the spec's.
+            CapacityError: over `max_tokens`, or over the machine's memory.
+        """
+        layer = self._layer(layer_idx)
+        self._check_new(key, value)
+        self._check_capacity(layer_idx, key.shape[2])
+        if key.shape[2] == 0:
+            return
+        if layer.progress.pending is not None or layer.progress.fill == self.spec.window_size:
+            self.flush(layer_idx)
+        progress = layer.progress
+        if progress.fill + key.shape[2] <= self.spec.window_size:
+            self._windows[layer_idx].write(progress.fill, key, value)
+            layer.progress = replace(progress, fill=progress.fill + key.shape[2])
+        else:
+            layer.progress = replace(progress, pending=(key, value))
+
+    def flush(self, layer_idx: int) -> None:
+        """Send what fills whole segments from the window to its CPU region; call it after the
+        layer's attention.
+
+        Raises:
+            CapacityError: memory was refused; the layer is as before then, and nothing is lost.
+        """
+        layer = self._layer(layer_idx)
+        progress, window_size = layer.progress, self.spec.window_size
+        num_full = (progress.fill + progress.num_pending) // window_size
+        if num_full:
+            self._evict(layer, self._windows[layer_idx], num_full)
+            progress = layer.progress
+        if progress.pending is not None:
+            key, value = progress.pending
+            self._windows[layer_idx].write(progress.fill, key, value)
+            layer.progress = Progress(progress.num_segments, progress.fill + key.shape[2])
+
+    def _evict(self, layer: LayerStore, window: Window, num_full: int) -> None:
+        """Place the next `num_full` segments, made of the window and then the pending tokens."""
+        progress, window_size = layer.progress, self.spec.window_size
+        first = progress.num_segments
+        self._decide(first + num_full)
+        regions = [place.region for place in self._placement.places[first : first + num_full]]
+        lengths = {name: len(stack) for name, stack in layer.stacks.items()}
+        taken = window_size - progress.fill
+        try:
+            for name, stack in layer.stacks.items():
+                stack.push(regions.count(name), self.batch_size)
+            slots = dict(lengths)
+            for i, name in enumerate(regions):
+                target = layer.stacks[name].segment(slots[name])
+                slots[name] += 1
+                if i == 0 and progress.fill:
+                    if taken:
+                        key, value = _narrow(progress.pending, 0, taken)
+                        window.write(progress.fill, key, value)
+                    self.accelerator.copy_to_host(target, window.elements)
+                else:
+                    start = i * window_size - progress.fill
+                    self._copy_segment(target, *_narrow(progress.pending, start, window_size))
+        except BaseException:
+            for name, stack in layer.stacks.items():
+                stack.truncate(lengths[name])
+            self._forget_unreached()
+            raise
+        used = num_full * window_size - progress.fill
+        rest = progress.num_pending - used
+        layer.progress = Progress(
+            first + num_full, 0, _narrow(progress.pending, used, rest) if rest else None
+        )
+
+    def _copy_segment(self, target: Tensor, key: Tensor, value: Tensor | None) -> None:
+        """Copy one segment's keys and values into a slot (rows, num_kv_heads, window_size *
+        elements).
+        """
+        target_key, target_value = split_elements(target, self.spec.geometry, self.spec.window_size)
+        self.accelerator.copy_to_host(target_key, key)
+        if value is not None:
+            self.accelerator.copy_to_host(target_value, value)
+
+    def _decide(self, num_segments: int) -> None:
+        """Extend the placement table to `num_segments`; the first layer to get there decides for
+        all.
+        """
+        while len(self._placement) < num_segments:
+            error = self.router.error
+            self._placement.add(SegmentPlace(self.router.route(), self.batch_size, error))
+
+    def _forget_unreached(self) -> None:
+        """Drop the places that no layer has reached, and their effect on the share."""
+        reached = max(layer.progress.num_segments for layer in self._layers)
+        if reached < len(self._placement):
+            self.router.error = self._placement.places[reached].router_error
+            self._placement.truncate(reached)
+
+    # Rows and length
+
+    def crop(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of each sequence, in every layer; no more than there
+        are stay.
+
+        Raises:
+            LayoutError: a negative number.
+        """
+        self._check_usable()
+        if not isinstance(num_tokens, int) or num_tokens < 0:
+            raise LayoutError(
+                f"crop({num_tokens!r}): the number of tokens to keep must be a whole number, 0 "
+                "or more"
+            )
+        for layer_idx, layer in enumerate(self._layers):
+            self.flush(layer_idx)
+            self._crop_layer(layer, self._windows[layer_idx], num_tokens)
+        self._forget_unreached()
+
+    def _crop_layer(self, layer: LayerStore, window: Window, num_tokens: int) -> None:
+        window_size, progress = self.spec.window_size, layer.progress
+        if num_tokens >= layer.num_tokens(window_size):
+            return
+        num_segments, kept = divmod(num_tokens, window_size)
+        if num_segments >= progress.num_segments:
+            layer.progress = replace(
+                progress, fill=num_tokens - progress.num_segments * window_size
+            )
+            return
+        # The window's tokens go first, so that an error while survivors come back leaves whole
+        # segments.
+        self._cut_segments(layer, num_segments + (1 if kept else 0))
+        if kept:
+            place, rows = (
+                self._placement.places[num_segments],
+                self._placement.rows_of(num_segments),
+            )
+            source = layer.stacks[place.region].segment(len(layer.stacks[place.region]) - 1)
+            self.accelerator.copy_from_host(
+                window.elements, source if rows is None else source[rows]
+            )
+            self._cut_segments(layer, num_segments)
+            layer.progress = replace(layer.progress, fill=kept)
+
+    def _cut_segments(self, layer: LayerStore, num_segments: int) -> None:
+        """Drop the window's tokens and every segment from `num_segments` on."""
+        layer.progress = Progress(num_segments)
+        kept = self._placement.places[:num_segments]
+        for name, stack in layer.stacks.items():
+            stack.truncate(sum(place.region == name for place in kept))
+
+    def reorder(self, batch_idx: Tensor) -> None:
+        """Let sequence b continue what sequence `batch_idx[b]` was (beam search): (batch,)
+        integers.
+
+        Only windows are copied; placed segments get new row tables.
+
+        Raises:
+            LayoutError: not one index per sequence, or one out of range.
+            CacheStateError: layers hold different numbers of tokens.
+        """
+        if batch_idx.ndim != 1 or len(batch_idx) != self.batch_size:
+            raise LayoutError(
+                f"batch_idx of shape {tuple(batch_idx.shape)}: reorder needs one index for each "
+                f"of {self.batch_size} "
+                "sequences; use batch_select_indices to change their number"
+            )
+        self.batch_select_indices(batch_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences `indices`, (new_batch,) integers or (batch,) booleans, in that order.
+
+        Raises:
+            LayoutError: none chosen, or an index out of range.
+            CacheStateError: layers hold different numbers of tokens.
+        """
+        self._check_usable()
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        if (
+            indices.ndim != 1
+            or len(indices) == 0
+            or indices.min() < 0
+            or indices.max() >= self.batch_size
+        ):
+            raise LayoutError(
+                f"indices={indices.tolist()}: must be at least one sequence from 0 to "
+                f"{self.batch_size - 1}"
+            )
+        if not self.is_complete:
+            raise CacheStateError(self._incomplete_message())
+        for layer_idx in range(len(self._layers)):
+            self.flush(layer_idx)
+        self._forget_unreached()
+        placement, windows = self._placement.select_rows(indices), self._new_windows(len(indices))
+        chosen = indices.to(self.device)
+        for old, new in zip(self._windows, windows, strict=True):
+            torch.index_select(old.elements, 0, chosen, out=new.elements)
+        self._placement, self._windows = placement, windows
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Turn each sequence into `repeats` consecutive copies; placed bytes are shared, not
+        copied.
+        """
+        if not isinstance(repeats, int) or repeats < 1:
+            raise LayoutError(f"repeats={repeats!r}: must be a whole number of at least 1")
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Forget every token and return to the spec's batch size; the host memory is kept for what
+        comes.
+        """
+        self._check_usable()
+        self._start(self.spec.batch_size)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Take addresses for sequences of `num_tokens`, and make sure that the machine can hold
+        them.
+
+        Raises:
+            CapacityError: over `max_tokens`, or more than may still be committed.
+        """
+        self._check_usable()
+        if self.spec.max_tokens is not None and num_tokens > self.spec.max_tokens:
+            raise CapacityError(self._over_max_message(num_tokens))
+        num_segments = num_tokens // self.spec.window_size
+        stacks = [stack for layer in self._layers for stack in layer.stacks.values()]
+        needed = num_segments * stacks[0].slot_bytes(self.batch_size) * len(self._layers)
+        held = sum(lease.mapping.touched_bytes for stack in stacks for lease in stack.leases)
+        self._check_memory(needed - held, f"{num_tokens} tokens x {self.batch_size} sequences")
+        for stack in stacks:
+            stack.reserved_segments = max(num_segments, 1)
+
+    # Life
+
+    def close(self, reason: str) -> None:
+        """End the cache: regions are freed as soon as no view holds them, and any further use
+        raises `reason`.
+        """
+        self._closed = reason
+        self._layers = []
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to a safetensors file; see FORMAT.md. The file appears whole or not at
+        all.
+        """
+        from sparsekv.archive import save_cache
+
+        self._check_usable()
+        save_cache(self, Path(path))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace the content by a saved cache's, each segment in the region it was in.
+
+        Raises:
+            FormatError: truncated, foreign, newer, or of another geometry or window; the cache is
+                as before then.
+            CapacityError: over `max_tokens`, or over the machine's memory; likewise.
+        """
+        from sparsekv.archive import load_cache
+
+        self._check_usable()
+        load_cache(self, Path(path))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InplaceKVCache:
+        """An independent cache with the same tokens in the same regions."""
+        self._check_usable()
+        other = InplaceKVCache(self.spec, self.device, copy.copy(self.router), pool=self._pool)
+        memo[id(self)] = other
+        other._placement = self._placement.copy()
+        other.router.error = self.router.error
+        other._layers, other._windows = other._new_layers(), other._new_windows(self.batch_size)
+        needed = sum(stack.used_bytes for layer in self._layers for stack in layer.stacks.values())
+        self._check_memory(needed, "a copy of this cache")
+        for layer, new in zip(self._layers, other._layers, strict=True):
+            for place in self._placement.places[: layer.progress.num_segments]:
+                stack = new.stacks[place.region]
+                stack.push(1, place.num_rows)
+                slot = len(stack) - 1
+                stack.segment(slot).copy_(layer.stacks[place.region].segment(slot))
+            pending = layer.progress.pending
+            if pending is not None:
+                pending = (pending[0].clone(), None if pending[1] is None else pending[1].clone())
+            new.progress = replace(layer.progress, pending=pending)
+        for old_window, new_window in zip(self._windows, other._windows, strict=True):
+            new_window.elements.copy_(old_window.elements)
+        return other
+
+    def __reduce__(self) -> Any:
+        raise CacheStateError(
+            "a cache cannot be pickled: its bytes live in fixed regions; use save(path) and "
+            "load(path)"
+        )
+
+    # Checks
+
+    def _check_usable(self) -> None:
+        if self._closed is not None:
+            raise CacheStateError(self._closed)
+        if os.getpid() != self._pid:
+            raise CacheStateError(
+                f"this cache belongs to process {self._pid}, and its host memory is not "
+                "inherited by a fork (this is "
+                f"{os.getpid()}); build the cache in the process that uses it, or start "
+                "processes with 'spawn'"
+            )
+
+    def _layer(self, layer_idx: int) -> LayerStore:
+        self._check_usable()
+        if not 0 <= layer_idx < len(self._layers):
+            raise LayoutError(
+                f"layer_idx={layer_idx}: this cache has layers 0 to {len(self._layers) - 1}"
+            )
+        return self._layers[layer_idx]
+
+    def _check_new(self, key: Tensor, value: Tensor | None) -> None:
+        geometry = self.spec.geometry
+        if (value is None) != geometry.shared_kv:
+            rule = (
+                "V is part of K, so pass no value"
+                if geometry.shared_kv
+                else "keys come with values"
+            )
+            raise LayoutError(
+                f"value={'None' if value is None else 'a tensor'}: {rule} "
+                f"(shared_kv={geometry.shared_kv})"
+            )
+        tokens = key.shape[2] if key.ndim == 4 else 0
+        for name, tensor, width in (
+            ("key", key, geometry.head_dim),
+            ("value", value, geometry.value_dim),
+        ):
+            if tensor is None:
+                continue
+            expected = (self.batch_size, geometry.num_kv_heads, tokens, width)
+            if tuple(tensor.shape) != expected:
+                raise LayoutError(
+                    f"{name} of shape {tuple(tensor.shape)}: this cache holds (batch, "
+                    "num_kv_heads, tokens, dim) = "
+                    f"({expected[0]}, {expected[1]}, tokens, {expected[3]}); build a new cache "
+                    "for another model or batch"
+                )
+            if tensor.dtype != geometry.dtype:
+                raise LayoutError(
+                    f"{name} of dtype {tensor.dtype}: this cache holds {geometry.dtype}; cast it "
+                    "first"
+                )
+            if tensor.device != self.device:
+                raise LayoutError(
+                    f"{name} on {tensor.device}: this cache's accelerator is {self.device}; move "
+                    "it there"
+                )
+
+    def _check_capacity(self, layer_idx: int, new_tokens: int) -> None:
+        layer, window_size = self._layers[layer_idx], self.spec.window_size
+        num_tokens = layer.num_tokens(window_size) + new_tokens
+        if self.spec.max_tokens is not None and num_tokens > self.spec.max_tokens:
+            raise CapacityError(self._over_max_message(num_tokens))
+        num_new = num_tokens // window_size - layer.progress.num_segments
+        if num_new:
+            # Where each goes is not decided yet: what both stacks have committed already counts for
+            # one of them.
+            committing = max(
+                stack.bytes_to_commit(num_new, self.batch_size) for stack in layer.stacks.values()
+            )
+            self._check_memory(
+                committing, f"{new_tokens} more tokens x {self.batch_size} sequences"
+            )
+
+    def _check_memory(self, num_bytes: int, what: str) -> None:
+        if num_bytes <= 0 or num_bytes - self._pool.idle_bytes() <= available_bytes():
+            return
+        self._pool.trim()
+        check_available(num_bytes, what)
+
+    def _over_max_message(self, num_tokens: int) -> str:
+        return (
+            f"{num_tokens} tokens: over max_tokens={self.spec.max_tokens}; raise max_tokens "
+            "(None: as many as memory "
+            "holds) or shorten the prompt and max_new_tokens"
+        )
+
+    def _incomplete_message(self) -> str:
+        counts = sorted(self._layer_lengths())
+        return (
+            f"layers hold {counts[0]} to {counts[-1]} tokens: a step was interrupted before its "
+            "last layer; "
+            f"crop({counts[0]}) drops what it left"
+        )
+
+
+def _narrow(
+    pending: tuple[Tensor, Tensor | None] | None, start: int, length: int
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens `start` to `start + length` of pending keys and values."""
+    assert pending is not None
+    key, value = pending
+    return key.narrow(2, start, length), None if value is None else value.narrow(2, start, length)
