@@ -1,0 +1,202 @@
+"""The regions behind one transformers cache, shared by its layers, and the owner that may close
+them.
+
+No reference cycles: when the cache object dies its regions return to the pool at once, not at the
+next collection.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekv.cache import InplaceKVCache
+from sparsekv.engine.config import CacheConfig
+from sparsekv.errors import CacheStateError, CapacityError
+from sparsekv.format import KVGeometry
+from sparsekv.models.registry import geometry_from_config
+from sparsekv.regions import RegionPool
+
+RESTORED = (
+    "this cache belongs to a patch that was restored, and its regions are freed; patch the model "
+    "again and take a cache from new_cache(), or let generate make one"
+)
+
+
+class CacheOwner:
+    """One patch, as its caches see it: the pool they lease from and the attention modules they may
+    serve.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.pool = RegionPool()
+        self.is_open = True
+        self._model = weakref.ref(model)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._stores: weakref.WeakSet[RegionStore] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether `module` is an attention module of the patched model."""
+        if module in self._modules:
+            return True
+        model = self._model()
+        if model is None:
+            return False
+        # A miss is rare: the first call, or a module swapped after the patch.
+        found = [m for m in model.modules() if hasattr(m, "layer_idx")]
+        with self._lock:
+            self._modules.update(found)
+        return module in self._modules
+
+    @property
+    def model(self) -> Any:
+        """The patched model.
+
+        Raises:
+            CacheStateError: it is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise CacheStateError(
+                "the model of this cache is gone; keep it alive, or load it again"
+            )
+        return model
+
+    def register(self, store: RegionStore) -> None:
+        """Remember a store, weakly, to close it with the patch."""
+        with self._lock:
+            self._stores.add(store)
+
+    def close(self) -> None:
+        """Free the regions of every cache; each refuses to answer from here on."""
+        with self._lock:
+            self.is_open = False
+            stores = list(self._stores)
+        for store in stores:
+            if store.cache is not None:
+                store.cache.close(RESTORED)
+            store.discard()
+        self.pool.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheOwner:
+        return self  # a copied cache serves the same model
+
+
+class RegionStore:
+    """An InplaceKVCache that is built when the first keys arrive, with their batch, heads, dtype
+    and device.
+    """
+
+    def __init__(self, owner: CacheOwner, config: CacheConfig, num_layers: int) -> None:
+        self.owner = owner
+        self.config = config
+        self.num_layers = num_layers
+        self.cache: InplaceKVCache | None = None
+        self._reserved_tokens = 0
+        owner.register(self)
+
+    def check_open(self) -> None:
+        """Raise CacheStateError after `restore()`."""
+        if not self.owner.is_open:
+            raise CacheStateError(RESTORED)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make sure that sequences of `num_tokens` fit, now if the store is built, else when it is.
+
+        Raises:
+            CapacityError: over `max_tokens`, or over the machine's memory.
+        """
+        limit = self.config.max_tokens
+        if limit is not None and num_tokens > limit:
+            raise CapacityError(
+                f"this call may reach {num_tokens} cached tokens, over max_tokens={limit}; raise "
+                "max_tokens in CacheConfig or new_cache, shorten the prompt, or lower "
+                "max_new_tokens"
+            )
+        self._reserved_tokens = num_tokens
+        if self.cache is not None:
+            self.cache.reserve(num_tokens)
+
+    def append(self, layer_idx: int, key: Tensor, value: Tensor) -> int:
+        """Add a step's keys and values to one layer. Returns how many tokens it held before.
+
+        Args:
+            layer_idx: among the layers that live in regions.
+            key: (batch, num_kv_heads, tokens, head_dim); value: (batch, num_kv_heads, tokens,
+                head_dim_v).
+        """
+        with torch.no_grad():
+            if key.dtype != value.dtype:  # autocast leaves values narrower than rotated keys
+                common = torch.promote_types(key.dtype, value.dtype)
+                key, value = key.to(common), value.to(common)
+            if self.cache is None:
+                self._build(key, value)
+            assert self.cache is not None
+            past = self.cache.layer_num_tokens(layer_idx)
+            self.cache.append(layer_idx, key.detach(), value.detach())
+        return past
+
+    def num_tokens(self, layer_idx: int) -> int:
+        """Tokens of a layer, 0 before the store is built."""
+        return 0 if self.cache is None else self.cache.layer_num_tokens(layer_idx)
+
+    def layer_lengths(self) -> list[int]:
+        """Tokens of every layer; they differ only when a forward was interrupted."""
+        return [self.num_tokens(layer_idx) for layer_idx in range(self.num_layers)]
+
+    def crop(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of every layer."""
+        if self.cache is not None:
+            self.cache.crop(num_tokens)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace the content by a saved cache's; see `InplaceKVCache.load`."""
+        if self.cache is not None:
+            self.cache.load(path)
+            return
+        model = self.owner.model
+        geometry = geometry_from_config(model.config, model.dtype)
+        # The file brings its own number of rows.
+        cache = InplaceKVCache(
+            self.config.spec(geometry, 1), model.device, self.config.router(), pool=self.owner.pool
+        )
+        cache.load(path)
+        self.cache = cache
+
+    def discard(self) -> None:
+        """Give the regions back; the next append builds new ones, for any batch."""
+        self.cache = None
+
+    def _build(self, key: Tensor, value: Tensor) -> None:
+        geometry = KVGeometry(
+            num_layers=self.num_layers,
+            num_kv_heads=key.shape[1],
+            head_dim=key.shape[3],
+            head_dim_v=value.shape[3],
+            dtype=key.dtype,
+        )
+        spec = self.config.spec(geometry, key.shape[0])
+        cache = InplaceKVCache(spec, key.device, self.config.router(), pool=self.owner.pool)
+        if self._reserved_tokens:
+            cache.reserve(self._reserved_tokens)
+        self.cache = cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionStore:
+        twin = RegionStore(self.owner, self.config, self.num_layers)
+        memo[id(self)] = twin
+        twin.cache = copy.deepcopy(self.cache, memo)
+        twin._reserved_tokens = self._reserved_tokens
+        return twin
+
+
+def with_max_tokens(config: CacheConfig, max_tokens: int | None) -> CacheConfig:
+    """`config` with another limit; None leaves it as it is."""
+    return config if max_tokens is None else replace(config, max_tokens=max_tokens)

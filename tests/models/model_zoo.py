@@ -1,0 +1,102 @@
+"""Tiny models with random weights: every supported class, with and without layers that slide."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+import sparsekv
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 96,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,  # wide: the largest logit must not hang on rounding
+}
+_QWEN3_MOE = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
+_QWEN3_MOE["moe_intermediate_size"] = 32
+_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_QWEN3_MOE),
+    "mixtral": MixtralConfig(**_SIZES, **_MIXTRAL),
+    "llama": LlamaConfig(**_SIZES),
+    "qwen3": Qwen3Config(**_SIZES, head_dim=16),
+    "mistral": MistralConfig(**_SIZES, sliding_window=None),
+    "mixtral_slides": MixtralConfig(**_SIZES, **_MIXTRAL, sliding_window=6),
+    "qwen3_moe_slides": Qwen3MoeConfig(
+        **_SIZES, **_QWEN3_MOE, use_sliding_window=True, sliding_window=6
+    ),
+    "qwen3_mixed": Qwen3Config(
+        **_SIZES,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+}
+"""By name. Configs whose name says `slides` have no full-attention layer; `mixed` has both kinds.
+"""
+
+SHARES = {"qwen3_moe": 0.5, "mixtral": 0.0, "llama": 1.0}
+"""Share of the CPU in each family's tests, so that both regions and either alone are covered."""
+
+
+@functools.cache
+def _original(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+
+
+def build(name: str) -> Any:
+    """A model of its own with the weights that every model of this name has."""
+    return copy.deepcopy(_original(name))
+
+
+def small_config(**changes: Any) -> sparsekv.CacheConfig:
+    """Regions so small that a few dozen tokens fill them."""
+    sizes: dict[str, Any] = {"window_size": 6, "block_size": 2, "ping_pong_tokens": 6}
+    return sparsekv.CacheConfig(**(sizes | changes))
+
+
+def same_tokens(plain: Any, patched: Any, *args: Any, seed: int | None = None, **kwargs: Any):
+    """Both models generate with the same arguments; the tokens must be the same.
+
+    Skips where transformers itself fails without the patch.
+    """
+    kwargs.setdefault("do_sample", False)
+    if seed is not None:
+        torch.manual_seed(seed)
+    try:
+        expected = plain.generate(*args, **kwargs)
+    except Exception as error:  # what counts is that upstream fails, not how
+        version = transformers.__version__
+        pytest.skip(f"transformers {version} fails here without the patch: {error!r:.200}")
+    if seed is not None:
+        torch.manual_seed(seed)
+    got = patched.generate(*args, **kwargs)
+    assert torch.equal(expected, got), (expected.tolist(), got.tolist())
+    return got

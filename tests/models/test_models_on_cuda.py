@@ -1,0 +1,86 @@
+"""The main scenarios with the model on a CUDA device: keys leave it, queries come back to it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import build, same_tokens, small_config
+
+import sparsekv
+from sparsekv.models import compat
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(params=["qwen3_moe", "mixtral", "llama", "qwen3_mixed"])
+def pair(request: pytest.FixtureRequest, make_patched: Any) -> tuple[Any, Any, Any]:
+    """(model as it is, patched model, patch), on the device."""
+    patched = make_patched(request.param, cpu_share=0.5)
+    return build(request.param).cuda(), patched.model.cuda(), patched
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"do_sample": True, "top_k": 20, "num_return_sequences": 3},
+        {"prefill_chunk_size": 5},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "offloaded"},
+        {"use_cache": False},
+    ],
+    ids=lambda options: next(iter(options), "greedy"),
+)
+@pytest.mark.parametrize("left_padded", [False, True])
+def test_generate_gives_the_same_tokens(pair, ids, padded, options, left_padded) -> None:
+    inputs = padded if left_padded else {"input_ids": ids}
+    inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
+    same_tokens(pair[0], pair[1], **inputs, seed=3, max_new_tokens=12, **options)
+
+
+def test_logits_agree_step_by_step(pair, ids, tmp_path) -> None:
+    plain, model, patched = pair
+    ids = ids.cuda()
+    cache = patched.new_cache()
+    with torch.no_grad():
+        expected = plain(ids).logits
+        for start, stop in ((0, 9), (9, 14), (14, 15), (15, 16)):
+            got = model(ids[:, start:stop], **{compat.CACHE_KW: cache}).logits
+            torch.testing.assert_close(got, expected[:, start:stop], atol=1e-4, rtol=1e-4)
+        caches = [copy.deepcopy(cache), cache]
+        if not any(cache.is_sliding):
+            cache.save(tmp_path / "cache")
+            caches.append(patched.new_cache())
+            caches[-1].load(tmp_path / "cache")
+        for twin in caches:
+            got = model(ids[:, 16:], **{compat.CACHE_KW: twin}).logits
+            torch.testing.assert_close(got, expected[:, 16:], atol=1e-4, rtol=1e-4)
+
+
+def test_cache_on_the_cpu_does_not_fit_a_model_on_cuda(make_patched, ids) -> None:
+    patched = make_patched("llama")
+    cache = patched.new_cache()
+    with torch.no_grad():
+        patched.model(ids, **{compat.CACHE_KW: cache})
+        patched.model.cuda()
+        with pytest.raises(sparsekv.LayoutError, match="cuda"):
+            patched.model(ids.cuda(), **{compat.CACHE_KW: cache})
+    assert cache.get_seq_length() == 17
+
+
+def test_dispatched_by_accelerate(padded) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = build("qwen3_moe")
+    accelerate.dispatch_model(
+        model, {"model": 0, "lm_head": "cpu"}, main_device=0, force_hooks=True
+    )
+    inputs = {name: tensor.cuda() for name, tensor in padded.items()}
+    with sparsekv.patch(model, small_config()):
+        same_tokens(build("qwen3_moe").cuda(), model, **inputs, max_new_tokens=9)
