@@ -48,6 +48,8 @@ def save_cache(cache: InplaceKVCache, path: Path) -> None:
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -67,12 +69,14 @@ def load_cache(cache: InplaceKVCache, path: Path) -> None:
         )
     ]
     per_row = cache.spec.segment_bytes // cache.spec.batch_size
-    cache._check_memory(sum(num_rows) * per_row * len(cache._layers), f"loading {path}")
-    layers, windows = cache._new_layers(), cache._new_windows(header["batch_size"])
     fill = header["num_tokens"] - len(num_rows) * cache.spec.window_size
     with _open(path) as file:
         _check_tensors(file, header, path)
-        placement.set_row_tables(file.get_tensor("row_tables"))
+        tables = file.get_tensor("row_tables")
+        _check_row_tables(tables, header, path)
+        placement.set_row_tables(tables)
+        cache._check_memory(sum(num_rows) * per_row * len(cache._layers), f"loading {path}")
+        layers, windows = cache._new_layers(), cache._new_windows(header["batch_size"])
         for layer_idx, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             for region, stack in layer.stacks.items():
                 for name in _pieces(file, layer_idx, region):
@@ -183,7 +187,7 @@ def _check_header(cache: InplaceKVCache, header: dict[str, Any], path: Path) -> 
     spec = cache.spec
     try:
         geometry = geometry_of(header)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise FormatError(
             f"{path}: its geometry cannot be read ({error}); save the cache again"
         ) from None
@@ -196,26 +200,50 @@ def _check_header(cache: InplaceKVCache, header: dict[str, Any], path: Path) -> 
                 f"{path}: saved with {name}={saved}, this cache has {own}; load it into a cache "
                 "built alike"
             )
+    if not _is_consistent(header):
+        raise FormatError(f"{path}: its header contradicts itself; save the cache again")
     if spec.max_tokens is not None and header["num_tokens"] > spec.max_tokens:
         raise CapacityError(
             f"{path}: holds {header['num_tokens']} tokens, over max_tokens={spec.max_tokens}; "
             "raise max_tokens"
         )
-    num_segments = len(header["regions"])
-    lengths = {num_segments, len(header["segment_rows"]), len(header["router_errors"])}
-    fill = header["num_tokens"] - num_segments * spec.window_size
+
+
+def _is_consistent(header: dict[str, Any]) -> bool:
+    """Whether counts are counts, the lists are equally long, and the tokens fill the segments."""
+    regions, rows, errors = (header[name] for name in ("regions", "segment_rows", "router_errors"))
+    batch_size, num_tokens = header["batch_size"], header["num_tokens"]
+    try:
+        return (
+            len(regions) == len(rows) == len(errors)
+            and 0 <= num_tokens - len(regions) * header["window_size"] <= header["window_size"]
+            and all(type(count) is int for count in (num_tokens, batch_size, *rows))
+            and min([batch_size, *rows]) >= 1
+            and set(regions) <= {"unpinned", "pinned"}
+            and all(abs(error) <= 1 for error in (*errors, header["router_error"]))
+        )
+    except TypeError:
+        return False
+
+
+def _check_row_tables(tables: Tensor, header: dict[str, Any], path: Path) -> None:
+    """Every logical row of every segment is a row that was written."""
+    rows = torch.tensor(header["segment_rows"], dtype=torch.int64)[:, None]
     if (
-        len(lengths) > 1
-        or not 0 <= fill <= spec.window_size
-        or set(header["regions"]) - {"unpinned", "pinned"}
+        tables.dtype != torch.int64
+        or tables.shape != (len(rows), header["batch_size"])
+        or not ((tables >= 0) & (tables < rows)).all()
     ):
-        raise FormatError(f"{path}: its header contradicts itself; save the cache again")
+        raise FormatError(
+            f"{path}: row_tables of shape {tuple(tables.shape)} do not fit its header; save the "
+            "cache again"
+        )
 
 
 def _pieces(file: Any, layer_idx: int, region: str) -> list[str]:
     prefix = f"layers.{layer_idx}.{region}."
     names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dict)
-    return sorted(names, key=lambda name: int(name[len(prefix) :]))
+    return sorted(names, key=lambda name: (len(name), name))
 
 
 def _check_tensors(file: Any, header: dict[str, Any], path: Path) -> None:
@@ -230,7 +258,8 @@ def _check_tensors(file: Any, header: dict[str, Any], path: Path) -> None:
             raise FormatError(f"{path}: lacks the tensor {name}; save the cache again")
         part = file.get_slice(name)
         found = list(part.get_shape())
-        if (shape is not None and found != shape) or found[-2:] != row:
+        runs = len(found) == 4 and found[2:] == row and min(found) >= 1
+        if not (runs if shape is None else found == shape):
             raise FormatError(
                 f"{path}: {name} has shape {found}, which its header does not describe; save the "
                 "cache again"

@@ -38,6 +38,8 @@ from sparsekv.regions.memory import available_bytes, check_available
 from sparsekv.regions.stack import split_elements
 from sparsekv.roofline import ShareRouter
 
+_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -108,9 +110,9 @@ class InplaceKVCache:
         self._start(spec.batch_size)
 
     def _start(self, batch_size: int) -> None:
+        layers, windows = self._new_layers(), self._new_windows(batch_size)
+        self._placement, self._windows, self._layers = Placement(batch_size), windows, layers
         self.router.error = 0.0
-        self._placement, self._windows = Placement(batch_size), self._new_windows(batch_size)
-        self._layers = self._new_layers()
 
     def _new_layers(self) -> list[LayerStore]:
         return [
@@ -119,10 +121,10 @@ class InplaceKVCache:
         ]
 
     def _new_windows(self, batch_size: int) -> list[Window]:
-        return [
-            Window(self.accelerator, self.spec.geometry, batch_size, self.spec.window_size)
-            for _ in range(self.spec.geometry.num_layers)
-        ]
+        return [self._new_window(batch_size) for _ in range(self.spec.geometry.num_layers)]
+
+    def _new_window(self, batch_size: int) -> Window:
+        return Window(self.accelerator, self.spec.geometry, batch_size, self.spec.window_size)
 
     # What it holds
 
@@ -268,6 +270,7 @@ class InplaceKVCache:
             return
         if layer.progress.pending is not None or layer.progress.fill == self.spec.window_size:
             self.flush(layer_idx)
+        key, value = key.detach(), None if value is None else value.detach()
         progress = layer.progress
         if progress.fill + key.shape[2] <= self.spec.window_size:
             self._windows[layer_idx].write(progress.fill, key, value)
@@ -297,14 +300,15 @@ class InplaceKVCache:
         """Place the next `num_full` segments, made of the window and then the pending tokens."""
         progress, window_size = layer.progress, self.spec.window_size
         first = progress.num_segments
-        self._decide(first + num_full)
-        regions = [place.region for place in self._placement.places[first : first + num_full]]
-        lengths = {name: len(stack) for name, stack in layer.stacks.items()}
+        self._trim(layer)  # what Ctrl-C may have left of an earlier step
         taken = window_size - progress.fill
         try:
+            self._decide(first + num_full)
+            placed = self._placement.places[first : first + num_full]
+            regions: list[str] = [place.region for place in placed]
+            slots = {name: len(stack) for name, stack in layer.stacks.items()}
             for name, stack in layer.stacks.items():
                 stack.push(regions.count(name), self.batch_size)
-            slots = dict(lengths)
             for i, name in enumerate(regions):
                 target = layer.stacks[name].segment(slots[name])
                 slots[name] += 1
@@ -317,8 +321,7 @@ class InplaceKVCache:
                     start = i * window_size - progress.fill
                     self._copy_segment(target, *_narrow(progress.pending, start, window_size))
         except BaseException:
-            for name, stack in layer.stacks.items():
-                stack.truncate(lengths[name])
+            self._trim(layer)
             self._forget_unreached()
             raise
         used = num_full * window_size - progress.fill
@@ -361,47 +364,45 @@ class InplaceKVCache:
             LayoutError: a negative number.
         """
         self._check_usable()
-        if not isinstance(num_tokens, int) or num_tokens < 0:
+        if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
             raise LayoutError(
                 f"crop({num_tokens!r}): the number of tokens to keep must be a whole number, 0 "
                 "or more"
             )
-        for layer_idx, layer in enumerate(self._layers):
+        for layer_idx in range(len(self._layers)):
             self.flush(layer_idx)
-            self._crop_layer(layer, self._windows[layer_idx], num_tokens)
+        num_segments, kept = divmod(num_tokens, self.spec.window_size)
+        windows = list(self._windows)
+        for layer_idx, layer in enumerate(self._layers):
+            if kept and layer.progress.num_segments > num_segments:
+                windows[layer_idx] = self._recall(layer, num_segments)
+        # No copy is left to fail: from here on each layer is cut at one stroke.
+        for layer_idx, layer in enumerate(self._layers):
+            progress, layer.host_views = layer.progress, None
+            if progress.num_segments > num_segments:
+                progress = Progress(num_segments, kept)
+            else:
+                room = num_tokens - progress.num_segments * self.spec.window_size
+                progress = replace(progress, fill=min(progress.fill, room))
+            self._windows[layer_idx], layer.progress = windows[layer_idx], progress
+            self._trim(layer)
         self._forget_unreached()
 
-    def _crop_layer(self, layer: LayerStore, window: Window, num_tokens: int) -> None:
-        window_size, progress = self.spec.window_size, layer.progress
-        if num_tokens >= layer.num_tokens(window_size):
-            return
-        num_segments, kept = divmod(num_tokens, window_size)
-        if num_segments >= progress.num_segments:
-            layer.progress = replace(
-                progress, fill=num_tokens - progress.num_segments * window_size
-            )
-            return
-        # The window's tokens go first, so that an error while survivors come back leaves whole
-        # segments.
-        self._cut_segments(layer, num_segments + (1 if kept else 0))
-        if kept:
-            place, rows = (
-                self._placement.places[num_segments],
-                self._placement.rows_of(num_segments),
-            )
-            source = layer.stacks[place.region].segment(len(layer.stacks[place.region]) - 1)
-            self.accelerator.copy_from_host(
-                window.elements, source if rows is None else source[rows]
-            )
-            self._cut_segments(layer, num_segments)
-            layer.progress = replace(layer.progress, fill=kept)
+    def _recall(self, layer: LayerStore, segment_idx: int) -> Window:
+        """A new window with the tokens of a placed segment, in logical rows."""
+        places, rows = self._placement.places, self._placement.rows_of(segment_idx)
+        region = places[segment_idx].region
+        slot = sum(place.region == region for place in places[:segment_idx])
+        source = layer.stacks[region].segment(slot)
+        window = self._new_window(self.batch_size)
+        self.accelerator.copy_from_host(window.elements, source if rows is None else source[rows])
+        return window
 
-    def _cut_segments(self, layer: LayerStore, num_segments: int) -> None:
-        """Drop the window's tokens and every segment from `num_segments` on."""
-        layer.progress = Progress(num_segments)
-        kept = self._placement.places[:num_segments]
+    def _trim(self, layer: LayerStore) -> None:
+        """Cut a layer's stacks to the segments that it has placed."""
+        placed = self._placement.places[: layer.progress.num_segments]
         for name, stack in layer.stacks.items():
-            stack.truncate(sum(place.region == name for place in kept))
+            stack.truncate(sum(place.region == name for place in placed))
 
     def reorder(self, batch_idx: Tensor) -> None:
         """Let sequence b continue what sequence `batch_idx[b]` was (beam search): (batch,)
@@ -429,17 +430,19 @@ class InplaceKVCache:
             CacheStateError: layers hold different numbers of tokens.
         """
         self._check_usable()
-        if indices.dtype == torch.bool:
+        given = indices
+        if indices.dtype == torch.bool and indices.shape == (self.batch_size,):
             indices = indices.nonzero().flatten()
         if (
-            indices.ndim != 1
+            indices.dtype not in _INDEX_DTYPES
+            or indices.ndim != 1
             or len(indices) == 0
             or indices.min() < 0
             or indices.max() >= self.batch_size
         ):
             raise LayoutError(
-                f"indices={indices.tolist()}: must be at least one sequence from 0 to "
-                f"{self.batch_size - 1}"
+                f"indices={given.tolist()}: must be whole numbers from 0 to {self.batch_size - 1}, "
+                f"at least one, or {self.batch_size} booleans, at least one true"
             )
         if not self.is_complete:
             raise CacheStateError(self._incomplete_message())
@@ -571,9 +574,9 @@ class InplaceKVCache:
         geometry = self.spec.geometry
         if (value is None) != geometry.shared_kv:
             rule = (
-                "V is part of K, so pass no value"
+                "V is part of K here; pass no value"
                 if geometry.shared_kv
-                else "keys come with values"
+                else "keys come with values; pass both"
             )
             raise LayoutError(
                 f"value={'None' if value is None else 'a tensor'}: {rule} "

@@ -29,7 +29,9 @@ class Accelerator:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory on the accelerator."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        # What is made under inference_mode could never be written to outside it.
+        with torch.inference_mode(False):
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def copy_to_host(self, host: Tensor, source: Tensor) -> None:
         """Copy accelerator memory into host memory of the same shape."""
@@ -51,7 +53,7 @@ class Accelerator:
         raise NotImplementedError
 
     def unregister(self, address: int) -> None:
-        """Undo `register`; must come before the memory is unmapped."""
+        """Undo `register`, if that was done; must come before the memory is unmapped."""
         raise NotImplementedError
 
 
@@ -66,7 +68,7 @@ class SimulatedAccelerator(Accelerator):
         self.registered[address] = num_bytes
 
     def unregister(self, address: int) -> None:
-        del self.registered[address]
+        self.registered.pop(address, None)
 
 
 class CudaAccelerator(Accelerator):
@@ -103,13 +105,14 @@ class CudaAccelerator(Accelerator):
         self._in_context("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def _in_context(self, name: str, *args: object) -> int:
-        """Call the driver with this device's context, whatever thread (a finalizer's, say) this is."""
+        """Call the driver with this device's context, on whatever thread (a finalizer's, say)."""
         status = self._driver.cuCtxPushCurrent_v2(self._context)
         if status:
             return int(status)
-        status = getattr(self._driver, name)(*args)
-        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-        return int(status)
+        try:
+            return int(getattr(self._driver, name)(*args))
+        finally:
+            self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def _call(self, name: str, *args: object) -> None:
         status = getattr(self._driver, name)(*args)
@@ -123,9 +126,15 @@ def open_accelerator(device: str | torch.device) -> Accelerator:
     """The accelerator behind a torch device: CUDA for `cuda[:n]`, the simulated one for `cpu`.
 
     Raises:
-        LayoutError: another kind of device, or CUDA where there is none.
+        LayoutError: not a device, another kind of device, or CUDA where there is none.
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise LayoutError(
+            f"device={device!r}: not a device; use 'cuda', 'cuda:<index>' or 'cpu' (simulated "
+            "accelerator)"
+        ) from None
     if device.type == "cpu":
         return SimulatedAccelerator()
     if device.type != "cuda":

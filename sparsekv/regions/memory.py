@@ -40,9 +40,10 @@ class Mapping:
     elsewhere.
     """
 
-    def __init__(self, num_bytes: int, use: tuple[int, bool]) -> None:
+    def __init__(self, num_bytes: int, use: tuple[int, str | None]) -> None:
         self.use = use
-        """Bytes of the segments it is cut into, and whether it gets registered."""
+        """Bytes of the segments it is cut into, and the kind of device it gets registered with."""
+        self._pid = os.getpid()
         self.num_bytes = round_up(num_bytes, PAGE_BYTES)
         self.touched_bytes = 0
         """Bytes from the start that were written at some time, and so are committed."""
@@ -75,21 +76,29 @@ class Mapping:
         Raises:
             CapacityError: the system refuses; what was registered before stays so.
         """
-        end = round_up(end, PAGE_BYTES)
+        end, count = round_up(end, PAGE_BYTES), len(self.registration_ends)
         start = self.registration_ends[-1] if self.registration_ends else 0
-        accelerator.register(self.address + start, end - start)
-        self._registrations.append((accelerator, self.address + start))
-        self.registration_ends.append(end)
+        try:
+            accelerator.register(self.address + start, end - start)
+            self._registrations.append((accelerator, self.address + start))
+            self.registration_ends.append(end)
+        except CapacityError:
+            raise
+        except BaseException:  # Ctrl-C strikes when the call, which takes seconds, is done
+            accelerator.unregister(self.address + start)
+            del self._registrations[count:], self.registration_ends[count:]
+            raise
 
     def unregister(self) -> None:
-        """Undo every registration."""
-        while self._registrations:
+        """Undo every registration; a forked child inherited none."""
+        while self._registrations and os.getpid() == self._pid:
             accelerator, address = self._registrations.pop()
             accelerator.unregister(address)
         self.registration_ends.clear()
 
     def advise_huge(self, end: int) -> None:
         """Let the pages up to byte `end` (a multiple of the huge page) be huge ones."""
+        end = min(end, self.num_bytes)
         if end > self._huge_bytes:
             _libc.madvise(self.address + self._huge_bytes, end - self._huge_bytes, _MADV_HUGEPAGE)
             self._huge_bytes = end
@@ -101,9 +110,13 @@ class Mapping:
         return PAGE_BYTES * sum(page & 1 for page in pages.raw)
 
     def unmap(self) -> None:
-        """Give the addresses back, registrations first. No view may be alive."""
+        """Give the addresses back, registrations first. No view may be alive.
+
+        In a forked child the range is not mapped, or is something else's by now.
+        """
         self.unregister()
-        _libc.munmap(self._base, self._mapped_bytes)
+        if os.getpid() == self._pid:
+            _libc.munmap(self._base, self._mapped_bytes)
 
 
 def round_up(value: int, unit: int) -> int:

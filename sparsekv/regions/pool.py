@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.device import Accelerator
-from sparsekv.regions.memory import Mapping
+from sparsekv.regions.memory import Mapping, available_bytes
 
 
 class Lease:
@@ -26,7 +26,9 @@ class Lease:
         # place.
         buffer = (ctypes.c_char * mapping.num_bytes).from_address(mapping.address)
         weakref.finalize(buffer, pool._take_back, mapping).atexit = False
-        self._bytes = torch.frombuffer(buffer, dtype=torch.uint8)
+        # What is made under inference_mode could never be written to outside it.
+        with torch.inference_mode(False):
+            self._bytes = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def tensor(
         self, offset: int, shape: tuple[int, int], stride: int, dtype: torch.dtype
@@ -57,13 +59,14 @@ class RegionPool:
         """Addresses for at least `num_bytes`, for segments of `segment_bytes`, registered or to be
         so if an accelerator is given.
 
-        Registrations end between segments, so mappings go only to segments of the same size again;
-        idle ones cut for another size are given back to the system.
+        Registrations end between segments, so mappings go only to segments of the same size again.
+        Idle ones cut for another size are given back to the system, and all that do not fit once
+        new memory is short: they were counted as free.
 
         Raises:
             CapacityError: the system has no addresses left.
         """
-        use = (segment_bytes, accelerator is not None)
+        use = (segment_bytes, None if accelerator is None else accelerator.device.type)
         with self._lock:
             self._collect()
             fitting = [m for m in self._idle if m.use == use and m.num_bytes >= num_bytes]
@@ -72,7 +75,8 @@ class RegionPool:
                 mapping = max(fitting, key=lambda m: m.touched_bytes)
                 self._idle.remove(mapping)
             else:
-                self._drop([m for m in self._idle if m.use[0] != segment_bytes])
+                short = num_bytes > available_bytes()
+                self._drop([m for m in self._idle if short or m.use[0] != segment_bytes])
                 mapping = Mapping(1 << (num_bytes - 1).bit_length(), use)
                 self._mappings.append(mapping)
         return Lease(self, mapping)

@@ -133,7 +133,7 @@ class SegmentStack:
         return [self._elements(run) for run in self._runs]
 
     def views(self, positions: list[int], row_tables: list[Tensor | None]) -> tuple[KVView, ...]:
-        """The whole stack, run by run.
+        """The first slots, run by run, as many as there are positions.
 
         Args:
             positions: position in the sequence of each slot's first token.
@@ -141,8 +141,11 @@ class SegmentStack:
         """
         views, first = [], 0
         for run in self._runs:
-            last = first + run.count
-            key, value = split_elements(self._elements(run), self._geometry, self._window_size)
+            last = min(first + run.count, len(positions))
+            if first == last:
+                break
+            elements = self._elements(run)[: last - first]
+            key, value = split_elements(elements, self._geometry, self._window_size)
             rows = row_tables[first:last]
             table = None
             if any(r is not None for r in rows):
