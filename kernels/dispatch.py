@@ -3,13 +3,36 @@
 Callers ask here and never import an implementation; a faster one is entered in the table below.
 """
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsekv.errors import LayoutError
 from sparsekv.kernels import torch_ops
+from sparsekv.kernels.reference.compressor import carried_series, compress
+from sparsekv.kernels.reference.entry_format import unpack_entries
+from sparsekv.kernels.reference.rotary import apply_rotary
+from sparsekv.kernels.torch_ops.entry_format import pack_entries
+from sparsekv.kernels.torch_ops.indexer import lightning_indexer
+from sparsekv.kernels.torch_ops.sparse_attention import gathered_attention
+
+__all__ = [
+    "GatheredAttention",
+    "LightningIndexer",
+    "PartialAttention",
+    "apply_rotary",
+    "carried_series",
+    "compress",
+    "gathered_attention_for",
+    "lightning_indexer_for",
+    "pack_entries",
+    "partial_attention_for",
+    "unpack_entries",
+]
+
+
+Op = TypeVar("Op")
 
 
 class PartialAttention(Protocol):
@@ -30,9 +53,39 @@ class PartialAttention(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class LightningIndexer(Protocol):
+    """Scores and top-k; sparsekv.kernels.reference.indexer defines it."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        weights: Tensor,
+        num_visible: Tensor,
+        topk: int,
+        softmax_scale: float,
+    ) -> Tensor: ...
+
+
+class GatheredAttention(Protocol):
+    """Attention to gathered entries; sparsekv.kernels.reference.sparse_attention defines it."""
+
+    def __call__(
+        self, query: Tensor, gathered: Tensor, is_valid: Tensor, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 _PARTIAL_ATTENTION: dict[str, PartialAttention] = {
     "cpu": torch_ops.partial_attention,
     "cuda": torch_ops.partial_attention,
+}
+_LIGHTNING_INDEXER: dict[str, LightningIndexer] = {
+    "cpu": lightning_indexer,
+    "cuda": lightning_indexer,
+}
+_GATHERED_ATTENTION: dict[str, GatheredAttention] = {
+    "cpu": gathered_attention,
+    "cuda": gathered_attention,
 }
 
 
@@ -42,10 +95,24 @@ def partial_attention_for(device: torch.device) -> PartialAttention:
     Raises:
         LayoutError: no implementation runs on such a device.
     """
+    return _on(device, _PARTIAL_ATTENTION)
+
+
+def lightning_indexer_for(device: torch.device) -> LightningIndexer:
+    """The implementation of the lightning indexer for tensors on `device`; raises as above."""
+    return _on(device, _LIGHTNING_INDEXER)
+
+
+def gathered_attention_for(device: torch.device) -> GatheredAttention:
+    """The implementation of attention to gathered entries on `device`; raises as above."""
+    return _on(device, _GATHERED_ATTENTION)
+
+
+def _on(device: torch.device, implementations: dict[str, Op]) -> Op:
     try:
-        return _PARTIAL_ATTENTION[device.type]
+        return implementations[device.type]
     except KeyError:
-        known = " or ".join(_PARTIAL_ATTENTION)
+        known = " or ".join(implementations)
         raise LayoutError(
-            f"device={device}: partial attention runs on {known}; move the tensors there"
+            f"device={device}: this op runs on {known}; move the tensors there"
         ) from None
