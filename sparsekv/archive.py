@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sparsekv.device import SimulatedAccelerator
 from sparsekv.errors import CacheStateError, CapacityError, FormatError
 from sparsekv.format import KVGeometry, Placement, SegmentPlace
+from sparsekv.regions import Window
 
 if TYPE_CHECKING:
     from sparsekv.cache import InplaceKVCache
@@ -69,7 +71,7 @@ def load_cache(cache: InplaceKVCache, path: Path) -> None:
         )
     ]
     per_row = cache.spec.segment_bytes // cache.spec.batch_size
-    fill = header["num_tokens"] - len(num_rows) * cache.spec.window_size
+    fill = header["num_tokens"] - len(num_rows) * cache.spec.segment_tokens
     with _open(path) as file:
         _check_tensors(file, header, path)
         tables = file.get_tensor("row_tables")
@@ -123,6 +125,7 @@ def read_header(path: Path) -> dict[str, Any]:
 _HEADER_KEYS = (
     "geometry",
     "window_size",
+    "segment_size",
     "batch_size",
     "num_tokens",
     "regions",
@@ -151,6 +154,7 @@ def _header(cache: InplaceKVCache) -> dict[str, Any]:
             "shared_kv": geometry.shared_kv,
         },
         "window_size": cache.spec.window_size,
+        "segment_size": cache.spec.segment_tokens,
         "batch_size": cache.batch_size,
         "num_tokens": cache.num_tokens,
         "regions": [place.region for place in places],
@@ -163,7 +167,14 @@ def _header(cache: InplaceKVCache) -> dict[str, Any]:
 def _tensors(cache: InplaceKVCache) -> dict[str, Tensor]:
     tensors = {"row_tables": cache._placement.all_row_tables()}
     for layer_idx, (layer, window) in enumerate(zip(cache._layers, cache._windows, strict=True)):
-        tensors[f"layers.{layer_idx}.window"] = window.elements.cpu()
+        # A copy: behind the newest token lies whatever was there before.
+        saved = Window(SimulatedAccelerator(), cache.spec, cache.batch_size)
+        saved.elements.zero_()
+        for first, key, value in window.pieces(layer.progress.fill):
+            for i, (k, v) in enumerate(zip(key, value, strict=True)):
+                start = first + i * cache.spec.segment_tokens
+                saved.write(start, k, None if cache.spec.geometry.shared_kv else v)
+        tensors[f"layers.{layer_idx}.window"] = saved.elements
         for region, stack in layer.stacks.items():
             for i, run in enumerate(stack.runs()):
                 tensors[f"layers.{layer_idx}.{region}.{i}"] = run.contiguous()
@@ -194,6 +205,7 @@ def _check_header(cache: InplaceKVCache, header: dict[str, Any], path: Path) -> 
     for name, saved, own in (
         ("geometry", geometry, spec.geometry),
         ("window_size", header["window_size"], spec.window_size),
+        ("segment_size", header["segment_size"], spec.segment_tokens),
     ):
         if saved != own:
             raise FormatError(
@@ -216,7 +228,7 @@ def _is_consistent(header: dict[str, Any]) -> bool:
     try:
         return (
             len(regions) == len(rows) == len(errors)
-            and 0 <= num_tokens - len(regions) * header["window_size"] <= header["window_size"]
+            and 0 <= num_tokens - len(regions) * header["segment_size"] <= header["window_size"]
             and all(type(count) is int for count in (num_tokens, batch_size, *rows))
             and min([batch_size, *rows]) >= 1
             and set(regions) <= {"unpinned", "pinned"}
@@ -249,7 +261,7 @@ def _pieces(file: Any, layer_idx: int, region: str) -> list[str]:
 def _check_tensors(file: Any, header: dict[str, Any], path: Path) -> None:
     """Every tensor that the header promises is there, in its shape and dtype."""
     geometry = geometry_of(header)
-    row = [geometry.num_kv_heads, header["window_size"] * geometry.elements_per_token]
+    row = [geometry.num_kv_heads, header["segment_size"] * geometry.elements_per_token]
     dtype = torch.empty(0, dtype=geometry.dtype)
     names = set(file.keys())
 
@@ -271,7 +283,8 @@ def _check_tensors(file: Any, header: dict[str, Any], path: Path) -> None:
     if "row_tables" not in names:
         raise FormatError(f"{path}: lacks the tensor row_tables; save the cache again")
     for layer_idx in range(geometry.num_layers):
-        check(f"layers.{layer_idx}.window", [header["batch_size"], *row])
+        in_window = header["window_size"] // header["segment_size"]
+        check(f"layers.{layer_idx}.window", [in_window, header["batch_size"], *row])
         for region in ("unpinned", "pinned"):
             places = zip(header["regions"], header["segment_rows"], strict=True)
             expected = [rows for name, rows in places if name == region]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,17 +65,17 @@ class LayerStore:
     def __init__(self, spec: PartitionSpec, accelerator: Accelerator, pool: RegionPool) -> None:
         geometry = spec.geometry
         self.stacks = {
-            "unpinned": SegmentStack(pool, geometry, spec.window_size),
-            "pinned": SegmentStack(pool, geometry, spec.window_size, accelerator),
+            "unpinned": SegmentStack(pool, geometry, spec.segment_tokens),
+            "pinned": SegmentStack(pool, geometry, spec.segment_tokens, accelerator),
         }
         self.progress = Progress()
         self.host_views: tuple[Placement, int, tuple[KVView, ...], tuple[KVView, ...]] | None = None
         """Views of the two stacks, and the placement and number of segments they show."""
 
-    def num_tokens(self, window_size: int) -> int:
+    def num_tokens(self, segment_size: int) -> int:
         """Tokens of a sequence."""
         progress = self.progress
-        return progress.num_segments * window_size + progress.fill + progress.num_pending
+        return progress.num_segments * segment_size + progress.fill + progress.num_pending
 
 
 class InplaceKVCache:
@@ -124,7 +125,7 @@ class InplaceKVCache:
         return [self._new_window(batch_size) for _ in range(self.spec.geometry.num_layers)]
 
     def _new_window(self, batch_size: int) -> Window:
-        return Window(self.accelerator, self.spec.geometry, batch_size, self.spec.window_size)
+        return Window(self.accelerator, self.spec, batch_size)
 
     # What it holds
 
@@ -152,11 +153,11 @@ class InplaceKVCache:
 
     def _layer_lengths(self) -> set[int]:
         self._check_usable()
-        return {layer.num_tokens(self.spec.window_size) for layer in self._layers}
+        return {layer.num_tokens(self.spec.segment_tokens) for layer in self._layers}
 
     def layer_num_tokens(self, layer_idx: int) -> int:
         """Tokens of a sequence in one layer."""
-        return self._layer(layer_idx).num_tokens(self.spec.window_size)
+        return self._layer(layer_idx).num_tokens(self.spec.segment_tokens)
 
     def region_of(self, layer_idx: int, token_idx: int) -> RegionName:
         """The one region that holds a token; tokens not yet flushed count as the window's.
@@ -165,12 +166,12 @@ class InplaceKVCache:
             LayoutError: no such layer or token.
         """
         layer = self._layer(layer_idx)
-        num_tokens = layer.num_tokens(self.spec.window_size)
+        num_tokens = layer.num_tokens(self.spec.segment_tokens)
         if not 0 <= token_idx < num_tokens:
             raise LayoutError(
                 f"token_idx={token_idx}: layer {layer_idx} holds tokens 0 to {num_tokens - 1}"
             )
-        segment_idx = token_idx // self.spec.window_size
+        segment_idx = token_idx // self.spec.segment_tokens
         if segment_idx >= layer.progress.num_segments:
             return "window"
         return self._placement.places[segment_idx].region
@@ -182,7 +183,7 @@ class InplaceKVCache:
         but what a later `crop` or `reset` frees may be written again.
         """
         layer = self._layer(layer_idx)
-        progress, window_size = layer.progress, self.spec.window_size
+        progress = layer.progress
         shown = layer.host_views
         if shown is None or shown[0] is not self._placement or shown[1] != progress.num_segments:
             unpinned, pinned = (
@@ -191,10 +192,10 @@ class InplaceKVCache:
             )
             layer.host_views = shown = (self._placement, progress.num_segments, unpinned, pinned)
         window, parts = self._windows[layer_idx], []
-        start = progress.num_segments * window_size
-        if progress.fill:
-            key, value = window.key[:, :, : progress.fill], window.value[:, :, : progress.fill]
-            parts.append(KVView(key[None], value[None], torch.tensor([start])))
+        start = progress.num_segments * self.spec.segment_tokens
+        for first, key, value in window.pieces(progress.fill):
+            steps = torch.arange(key.shape[0]) * self.spec.segment_tokens
+            parts.append(KVView(key, value, start + first + steps))
         if progress.pending is not None:
             key, stored = progress.pending
             value = key[..., : self.spec.geometry.value_dim] if stored is None else stored
@@ -204,7 +205,7 @@ class InplaceKVCache:
     def _stack_views(self, layer: LayerStore, region: str) -> tuple[KVView, ...]:
         placed = enumerate(self._placement.places[: layer.progress.num_segments])
         segments = [i for i, place in placed if place.region == region]
-        positions = [i * self.spec.window_size for i in segments]
+        positions = [i * self.spec.segment_tokens for i in segments]
         return layer.stacks[region].views(positions, [self._placement.rows_of(i) for i in segments])
 
     def stats(self) -> CacheStats:
@@ -214,7 +215,7 @@ class InplaceKVCache:
             : min(layer.progress.num_segments for layer in self._layers)
         ]
         counts = {
-            name: sum(p.region == name for p in placed) * self.spec.window_size
+            name: sum(p.region == name for p in placed) * self.spec.segment_tokens
             for name in ("unpinned", "pinned")
         }
         num_placed = sum(counts.values())
@@ -286,55 +287,57 @@ class InplaceKVCache:
             CapacityError: memory was refused; the layer is as before then, and nothing is lost.
         """
         layer = self._layer(layer_idx)
-        progress, window_size = layer.progress, self.spec.window_size
-        num_full = (progress.fill + progress.num_pending) // window_size
-        if num_full:
-            self._evict(layer, self._windows[layer_idx], num_full)
+        progress = layer.progress
+        num_windows = (progress.fill + progress.num_pending) // self.spec.window_size
+        if num_windows:
+            self._evict(layer, self._windows[layer_idx], num_windows)
             progress = layer.progress
         if progress.pending is not None:
             key, value = progress.pending
             self._windows[layer_idx].write(progress.fill, key, value)
             layer.progress = Progress(progress.num_segments, progress.fill + key.shape[2])
 
-    def _evict(self, layer: LayerStore, window: Window, num_full: int) -> None:
-        """Place the next `num_full` segments, made of the window and then the pending tokens."""
-        progress, window_size = layer.progress, self.spec.window_size
-        first = progress.num_segments
+    def _evict(self, layer: LayerStore, window: Window, num_windows: int) -> None:
+        """Place the segments of the next `num_windows` windows full of tokens: those of the window,
+        completed by pending ones, then pending ones alone.
+        """
+        progress, segment_size = layer.progress, self.spec.segment_tokens
+        first, num_new = progress.num_segments, num_windows * self.spec.segments_per_window
+        num_own = self.spec.segments_per_window if progress.fill else 0
+        taken = self.spec.window_size - progress.fill
         self._trim(layer)  # what Ctrl-C may have left of an earlier step
-        taken = window_size - progress.fill
         try:
-            self._decide(first + num_full)
-            placed = self._placement.places[first : first + num_full]
+            self._decide(first + num_new)
+            placed = self._placement.places[first : first + num_new]
             regions: list[str] = [place.region for place in placed]
             slots = {name: len(stack) for name, stack in layer.stacks.items()}
             for name, stack in layer.stacks.items():
                 stack.push(regions.count(name), self.batch_size)
+            if num_own and taken:
+                window.write(progress.fill, *_narrow(progress.pending, 0, taken))
             for i, name in enumerate(regions):
                 target = layer.stacks[name].segment(slots[name])
                 slots[name] += 1
-                if i == 0 and progress.fill:
-                    if taken:
-                        key, value = _narrow(progress.pending, 0, taken)
-                        window.write(progress.fill, key, value)
-                    self.accelerator.copy_to_host(target, window.elements)
+                if i < num_own:
+                    self.accelerator.copy_to_host(target, window.elements[i])
                 else:
-                    start = i * window_size - progress.fill
-                    self._copy_segment(target, *_narrow(progress.pending, start, window_size))
+                    start = i * segment_size - progress.fill
+                    self._copy_segment(target, *_narrow(progress.pending, start, segment_size))
         except BaseException:
             self._trim(layer)
             self._forget_unreached()
             raise
-        used = num_full * window_size - progress.fill
+        used = num_windows * self.spec.window_size - progress.fill
         rest = progress.num_pending - used
-        layer.progress = Progress(
-            first + num_full, 0, _narrow(progress.pending, used, rest) if rest else None
-        )
+        pending = _narrow(progress.pending, used, rest) if rest else None
+        layer.progress = Progress(first + num_new, 0, pending)
 
     def _copy_segment(self, target: Tensor, key: Tensor, value: Tensor | None) -> None:
-        """Copy one segment's keys and values into a slot (rows, num_kv_heads, window_size *
+        """Copy one segment's keys and values into a slot (rows, num_kv_heads, segment_size *
         elements).
         """
-        target_key, target_value = split_elements(target, self.spec.geometry, self.spec.window_size)
+        geometry, segment_size = self.spec.geometry, self.spec.segment_tokens
+        target_key, target_value = split_elements(target, geometry, segment_size)
         self.accelerator.copy_to_host(target_key, key)
         if value is not None:
             self.accelerator.copy_to_host(target_value, value)
@@ -369,20 +372,30 @@ class InplaceKVCache:
                 f"crop({num_tokens!r}): the number of tokens to keep must be a whole number, 0 "
                 "or more"
             )
-        for layer_idx in range(len(self._layers)):
-            self.flush(layer_idx)
-        num_segments, kept = divmod(num_tokens, self.spec.window_size)
+        self._crop(range(len(self._layers)), num_tokens)
+
+    def crop_layer(self, layer_idx: int, num_tokens: int) -> None:
+        """`crop` for one layer: to take back what a failed step has appended to it."""
+        self._layer(layer_idx)
+        self._crop([layer_idx], num_tokens)
+
+    def _crop(self, layer_indices: Iterable[int], num_tokens: int) -> None:
+        num_segments, kept = divmod(num_tokens, self.spec.segment_tokens)
         windows = list(self._windows)
-        for layer_idx, layer in enumerate(self._layers):
+        for layer_idx in layer_indices:
+            self.flush(layer_idx)
+        for layer_idx in layer_indices:
+            layer = self._layers[layer_idx]
             if kept and layer.progress.num_segments > num_segments:
                 windows[layer_idx] = self._recall(layer, num_segments)
         # No copy is left to fail: from here on each layer is cut at one stroke.
-        for layer_idx, layer in enumerate(self._layers):
+        for layer_idx in layer_indices:
+            layer = self._layers[layer_idx]
             progress, layer.host_views = layer.progress, None
             if progress.num_segments > num_segments:
                 progress = Progress(num_segments, kept)
             else:
-                room = num_tokens - progress.num_segments * self.spec.window_size
+                room = num_tokens - progress.num_segments * self.spec.segment_tokens
                 progress = replace(progress, fill=min(progress.fill, room))
             self._windows[layer_idx], layer.progress = windows[layer_idx], progress
             self._trim(layer)
@@ -395,7 +408,8 @@ class InplaceKVCache:
         slot = sum(place.region == region for place in places[:segment_idx])
         source = layer.stacks[region].segment(slot)
         window = self._new_window(self.batch_size)
-        self.accelerator.copy_from_host(window.elements, source if rows is None else source[rows])
+        source = source if rows is None else source[rows]
+        self.accelerator.copy_from_host(window.elements[0], source)
         return window
 
     def _trim(self, layer: LayerStore) -> None:
@@ -452,7 +466,7 @@ class InplaceKVCache:
         placement, windows = self._placement.select_rows(indices), self._new_windows(len(indices))
         chosen = indices.to(self.device)
         for old, new in zip(self._windows, windows, strict=True):
-            torch.index_select(old.elements, 0, chosen, out=new.elements)
+            torch.index_select(old.elements, 1, chosen, out=new.elements)
         self._placement, self._windows = placement, windows
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -480,7 +494,7 @@ class InplaceKVCache:
         self._check_usable()
         if self.spec.max_tokens is not None and num_tokens > self.spec.max_tokens:
             raise CapacityError(self._over_max_message(num_tokens))
-        num_segments = num_tokens // self.spec.window_size
+        num_segments = num_tokens // self.spec.segment_tokens
         stacks = [stack for layer in self._layers for stack in layer.stacks.values()]
         needed = num_segments * stacks[0].slot_bytes(self.batch_size) * len(self._layers)
         held = sum(lease.mapping.touched_bytes for stack in stacks for lease in stack.leases)
@@ -609,11 +623,12 @@ class InplaceKVCache:
                 )
 
     def _check_capacity(self, layer_idx: int, new_tokens: int) -> None:
-        layer, window_size = self._layers[layer_idx], self.spec.window_size
-        num_tokens = layer.num_tokens(window_size) + new_tokens
-        if self.spec.max_tokens is not None and num_tokens > self.spec.max_tokens:
+        layer, spec = self._layers[layer_idx], self.spec
+        num_tokens = layer.num_tokens(spec.segment_tokens) + new_tokens
+        if spec.max_tokens is not None and num_tokens > spec.max_tokens:
             raise CapacityError(self._over_max_message(num_tokens))
-        num_new = num_tokens // window_size - layer.progress.num_segments
+        num_unplaced = num_tokens - layer.progress.num_segments * spec.segment_tokens
+        num_new = num_unplaced // spec.window_size * spec.segments_per_window
         if num_new:
             # Where each goes is not decided yet: what both stacks have committed already counts for
             # one of them.

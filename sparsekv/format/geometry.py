@@ -40,7 +40,9 @@ class KVGeometry:
         check_positive_int(
             "head_dim_v", self.head_dim_v, "leave it None if values are as wide as keys"
         )
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+        # Bytes stand for packed entries, which only their own ops can read.
+        is_packed = self.dtype == torch.uint8 and self.shared_kv
+        if not is_packed and not getattr(self.dtype, "is_floating_point", False):
             raise LayoutError(
                 f"dtype={self.dtype!r}: must be a floating torch dtype; use torch.bfloat16, "
                 "torch.float16 or "

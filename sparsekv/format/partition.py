@@ -54,6 +54,10 @@ class PartitionSpec:
     """Tokens of a segment: the window on the GPU, the unit of eviction and placement."""
     ping_pong_tokens: int = 512
     """Tokens of one of the two streaming buffers, which hold one layer's chunk each."""
+    segment_size: int | None = None
+    """Tokens that go to one region together; None: the whole window. A window of several segments
+    still leaves the accelerator at once, but what selections hit is spread more evenly.
+    """
 
     def __post_init__(self) -> None:
         check_positive_int("batch_size", self.batch_size, "a cache needs at least one sequence")
@@ -64,13 +68,28 @@ class PartitionSpec:
         check_positive_int("block_size", self.block_size, "64 suits most models")
         check_positive_int("window_size", self.window_size, "256 suits most models")
         check_positive_int("ping_pong_tokens", self.ping_pong_tokens, "512 suits most models")
+        if self.segment_size is None:
+            object.__setattr__(self, "segment_size", self.window_size)
+        check_positive_int("segment_size", self.segment_size, "leave it None for whole windows")
         _check_multiple("window_size", self.window_size, "block_size", self.block_size)
+        _check_multiple("window_size", self.window_size, "segment_size", self.segment_tokens)
         _check_multiple("ping_pong_tokens", self.ping_pong_tokens, "window_size", self.window_size)
+
+    @property
+    def segment_tokens(self) -> int:
+        """`segment_size`, never None."""
+        assert self.segment_size is not None
+        return self.segment_size
+
+    @property
+    def segments_per_window(self) -> int:
+        """Segments that leave the window together."""
+        return self.window_size // self.segment_tokens
 
     @property
     def segment_bytes(self) -> int:
         """Bytes of one segment of one layer, all rows."""
-        return self.batch_size * self.window_size * self.geometry.bytes_per_token_per_layer
+        return self.batch_size * self.segment_tokens * self.geometry.bytes_per_token_per_layer
 
     def footprint(self, num_tokens: int, cpu_share: float) -> Footprint:
         """Bytes per region when each sequence holds `num_tokens`, of which `cpu_share` stays on the

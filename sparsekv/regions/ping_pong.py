@@ -29,7 +29,7 @@ class PingPong:
     @property
     def segments_per_chunk(self) -> int:
         """Segments that one buffer holds."""
-        return self._spec.ping_pong_tokens // self._spec.window_size
+        return self._spec.ping_pong_tokens // self._spec.segment_tokens
 
     def load(self, turn: int, view: KVView) -> KVView:
         """Copy a chunk of whole segments into buffer `turn` % 2, which must have no reader left.
@@ -39,21 +39,21 @@ class PingPong:
         Returns:
             The same view on the accelerator, valid until that buffer is loaded again.
         """
-        geometry, window_size = self._spec.geometry, self._spec.window_size
+        geometry, segment_size = self._spec.geometry, self._spec.segment_tokens
         num_segments, rows, heads = view.key.shape[:3]
         # A slot starts with its first key, so the keys' view gives the whole slot: one contiguous
         # copy each.
-        per_slot = rows * heads * window_size * geometry.elements_per_token
+        per_slot = rows * heads * segment_size * geometry.elements_per_token
         host = view.key.as_strided((num_segments, per_slot), (view.key.stride(0), 1))
         target = self._buffer(turn % 2, rows)[:num_segments, :per_slot]
         self._accelerator.copy_from_host(target, host)
-        elements = target.unflatten(1, (rows, heads, window_size * geometry.elements_per_token))
-        key, value = split_elements(elements, geometry, window_size)
+        elements = target.unflatten(1, (rows, heads, segment_size * geometry.elements_per_token))
+        key, value = split_elements(elements, geometry, segment_size)
         return KVView(key, value, view.positions, view.row_table)
 
     def _buffer(self, index: int, rows: int) -> Tensor:
         geometry, spec = self._spec.geometry, self._spec
-        per_slot = rows * geometry.num_kv_heads * spec.window_size * geometry.elements_per_token
+        per_slot = rows * geometry.num_kv_heads * spec.segment_tokens * geometry.elements_per_token
         if self._buffers is None or self._buffers[0].shape[1] < per_slot:
             shape = (self.segments_per_chunk, per_slot)
             empty = self._accelerator.empty

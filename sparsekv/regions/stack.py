@@ -43,7 +43,7 @@ class SegmentStack:
     Args:
         pool: where mappings come from.
         geometry: what a token stores.
-        window_size: tokens of a segment.
+        segment_size: tokens of a segment.
         accelerator: registers the memory with this accelerator (the pinned region); None for the
             unpinned one.
     """
@@ -52,12 +52,12 @@ class SegmentStack:
         self,
         pool: RegionPool,
         geometry: KVGeometry,
-        window_size: int,
+        segment_size: int,
         accelerator: Accelerator | None = None,
     ) -> None:
         self._pool = pool
         self._geometry = geometry
-        self._window_size = window_size
+        self._segment_size = segment_size
         self._accelerator = accelerator
         self._runs: list[Run] = []
         self._leases: list[Lease] = []
@@ -79,7 +79,7 @@ class SegmentStack:
 
     def slot_bytes(self, num_rows: int) -> int:
         """Bytes from one slot of `num_rows` rows to the next."""
-        row_bytes = self._window_size * self._geometry.bytes_per_token_per_layer
+        row_bytes = self._segment_size * self._geometry.bytes_per_token_per_layer
         return round_up(num_rows * row_bytes, _ALIGNMENT)
 
     def bytes_to_commit(self, num_segments: int, num_rows: int) -> int:
@@ -117,7 +117,7 @@ class SegmentStack:
                 self._runs.pop()
 
     def segment(self, slot: int) -> Tensor:
-        """(rows, num_kv_heads, window_size * elements) view of one slot: each row and head is one
+        """(rows, num_kv_heads, segment_size * elements) view of one slot: each row and head is one
         run of keys, then values.
         """
         for run in self._runs:
@@ -127,7 +127,7 @@ class SegmentStack:
         raise IndexError(slot)
 
     def runs(self) -> list[Tensor]:
-        """The whole stack as (segments, rows, num_kv_heads, window_size * elements) views, in
+        """The whole stack as (segments, rows, num_kv_heads, segment_size * elements) views, in
         order.
         """
         return [self._elements(run) for run in self._runs]
@@ -145,7 +145,7 @@ class SegmentStack:
             if first == last:
                 break
             elements = self._elements(run)[: last - first]
-            key, value = split_elements(elements, self._geometry, self._window_size)
+            key, value = split_elements(elements, self._geometry, self._segment_size)
             rows = row_tables[first:last]
             table = None
             if any(r is not None for r in rows):
@@ -157,7 +157,7 @@ class SegmentStack:
 
     def _elements(self, run: Run) -> Tensor:
         heads, dtype = self._geometry.num_kv_heads, self._geometry.dtype
-        per_head = self._window_size * self._geometry.elements_per_token
+        per_head = self._segment_size * self._geometry.elements_per_token
         flat = run.lease.tensor(
             run.start, (run.count, run.num_rows * heads * per_head), run.stride, dtype
         )

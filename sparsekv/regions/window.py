@@ -1,30 +1,48 @@
-"""The newest tokens of one layer, on the accelerator, laid out as the segment they will become."""
+"""The newest tokens of one layer, on the accelerator, laid out as the segments they will become."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from sparsekv.device import Accelerator
-from sparsekv.format import KVGeometry
+from sparsekv.format import PartitionSpec
 from sparsekv.regions.stack import split_elements
 
 
 class Window:
-    """One segment of accelerator memory: (rows, num_kv_heads, window_size * elements). How full it
-    is, its owner knows.
-    """
+    """Accelerator memory of `window_size` tokens. How full it is, its owner knows."""
 
-    def __init__(
-        self, accelerator: Accelerator, geometry: KVGeometry, batch_size: int, window_size: int
-    ) -> None:
-        shape = (batch_size, geometry.num_kv_heads, window_size * geometry.elements_per_token)
-        self.elements = accelerator.empty(shape, geometry.dtype)
-        self.key, self.value = split_elements(self.elements, geometry, window_size)
+    def __init__(self, accelerator: Accelerator, spec: PartitionSpec, batch_size: int) -> None:
+        self._segment_size = spec.segment_tokens
+        per_head = spec.segment_tokens * spec.geometry.elements_per_token
+        shape = (spec.segments_per_window, batch_size, spec.geometry.num_kv_heads, per_head)
+        self.elements = accelerator.empty(shape, spec.geometry.dtype)
+        """(segments, rows, num_kv_heads, segment_size * elements)"""
+        self.key, self.value = split_elements(self.elements, spec.geometry, spec.segment_tokens)
 
     def write(self, start: int, key: Tensor, value: Tensor | None) -> None:
         """Put tokens (batch, num_kv_heads, tokens, dim) from token `start` on; None where V is part
         of K.
         """
-        self.key[:, :, start : start + key.shape[2]].copy_(key)
-        if value is not None:
-            self.value[:, :, start : start + value.shape[2]].copy_(value)
+        done = 0
+        while done < key.shape[2]:
+            segment, first = divmod(start + done, self._segment_size)
+            tokens = min(self._segment_size - first, key.shape[2] - done)
+            into, taken = slice(first, first + tokens), slice(done, done + tokens)
+            self.key[segment, :, :, into].copy_(key[:, :, taken])
+            if value is not None:
+                self.value[segment, :, :, into].copy_(value[:, :, taken])
+            done += tokens
+
+    def pieces(self, fill: int) -> list[tuple[int, Tensor, Tensor]]:
+        """The first `fill` tokens: (first token, keys, values) of the full segments, then of the
+        one that is partly full; keys (segments, rows, num_kv_heads, tokens, head_dim).
+        """
+        full, rest = divmod(fill, self._segment_size)
+        pieces = []
+        if full:
+            pieces.append((0, self.key[:full], self.value[:full]))
+        if rest:
+            key, value = self.key[full : full + 1], self.value[full : full + 1]
+            pieces.append((full * self._segment_size, key[:, :, :, :rest], value[:, :, :, :rest]))
+        return pieces
