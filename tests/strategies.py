@@ -33,6 +33,7 @@ def specs(draw, max_batch=4, geometry=None, max_tokens=None):
     """Windows of 1 to 12 tokens, so that a few appends cross many segments."""
     block_size = draw(st.integers(1, 3))
     window_size = block_size * draw(st.integers(1, 4))
+    divisors = [n for n in range(1, window_size + 1) if window_size % n == 0]
     return PartitionSpec(
         geometry=draw(geometries()) if geometry is None else geometry,
         batch_size=draw(st.integers(1, max_batch)),
@@ -40,6 +41,7 @@ def specs(draw, max_batch=4, geometry=None, max_tokens=None):
         block_size=block_size,
         window_size=window_size,
         ping_pong_tokens=window_size * draw(st.integers(1, 3)),
+        segment_size=draw(st.one_of(st.none(), st.sampled_from(divisors))),
     )
 
 

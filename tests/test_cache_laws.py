@@ -289,17 +289,24 @@ def test_crop_keeps_the_first_tokens_and_the_router_goes_on_as_if_the_rest_never
         twin.append(length)
     kept = data.draw(st.integers(0, sum(lengths) + 3))
     before = placed_segments(twin.cache)
+    num_placed = sum(lengths) - regions(twin.cache).count("window")
     twin.cache.crop(kept)
     twin.apply(lambda tensor: tensor[:, :, :kept])
     twin.check()
-    assert regions(twin.cache).count("window") == min(kept, sum(lengths)) % spec_.window_size
-    survivors = {start: seen for start, seen in before.items() if start + spec_.window_size <= kept}
+    left = min(kept, sum(lengths))
+    in_window = left - num_placed if left >= num_placed else left % spec_.segment_tokens
+    assert regions(twin.cache).count("window") == in_window
+    survivors = {
+        start: seen for start, seen in before.items() if start + spec_.segment_tokens <= kept
+    }
     assert_not_moved(survivors, placed_segments(twin.cache))
     twin.append(17)
     twin.check()
     straight = Twin(build(spec_, share))
     straight.append(min(kept, sum(lengths)) + 17)
-    assert regions(twin.cache) == regions(straight.cache), "the share remembers dropped segments"
+    # Windows of several segments may fill at other moments; where both have placed, they agree.
+    both = zip(regions(twin.cache), regions(straight.cache), strict=True)
+    assert all(a == b or "window" in (a, b) for a, b in both), "the share remembers what is gone"
 
 
 def test_crop_after_the_share_changed_shows_the_new_segments():

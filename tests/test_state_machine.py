@@ -104,8 +104,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.placed = {}
 
     def _keep_placed(self, num_tokens):
-        window_size = self.cache.spec.window_size
-        self.placed = {s: v for s, v in self.placed.items() if s + window_size <= num_tokens}
+        size = self.cache.spec.segment_tokens
+        self.placed = {s: v for s, v in self.placed.items() if s + size <= num_tokens}
 
     @invariant()
     def it_answers_as_plain_tensors_do(self):
