@@ -21,8 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sparsekv.engine.step import attend
 from sparsekv.errors import CacheStateError, UnsupportedModelError
-from sparsekv.models.cache import HANDLE, KVHandle, interrupted_error
+from sparsekv.models.cache import HANDLE, KVHandle
 from sparsekv.models.masks import causal_rows, dense_mask, sparsekv_mask, split_mask
+from sparsekv.models.owned_cache import interrupted_error
 from sparsekv.models.registry import is_supported_attention, output_attentions_error
 
 logger = logging.getLogger(__name__)

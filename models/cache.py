@@ -14,21 +14,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.engine.config import CacheConfig
-from sparsekv.errors import CacheStateError, LayoutError, UnsupportedModelError
-from sparsekv.models import compat
+from sparsekv.errors import CacheStateError, UnsupportedModelError
+from sparsekv.format import CacheStats
+from sparsekv.models.owned_cache import OwnedCache, as_indices
 from sparsekv.models.store import CacheOwner, RegionStore
 
 HANDLE = "_sparsekv_handle"
 """Attribute of the tensors that stand for a layer's keys and values."""
-
-
-class LegacyAttributeError(UnsupportedModelError, AttributeError):
-    """A name of older transformers caches; also an AttributeError, so that `hasattr` stays
-    truthful.
-    """
 
 
 class KVHandle:
@@ -146,7 +141,7 @@ class RegionLayer(CacheLayerMixin):
         )
 
 
-class SparseKVCache(Cache):
+class SparseKVCache(OwnedCache):
     """Keys and values in the D-window and the two CPU regions, for transformers' `generate` and
     `forward`.
 
@@ -161,6 +156,7 @@ class SparseKVCache(Cache):
     """
 
     def __init__(self, model_config: Any, *, owner: CacheOwner, config: CacheConfig) -> None:
+        self.owner = owner
         self._model_config = model_config
         layers = self._template()
         self.store = RegionStore(owner, config, sum(not _slides(layer) for layer in layers))
@@ -179,26 +175,8 @@ class SparseKVCache(Cache):
             for layer in template
         ]
 
-    @property
-    def layers(self) -> list[Any]:
-        """The layers in order. Everything a Cache does starts here, so this is where a dead cache
-        refuses.
-
-        Raises:
-            CacheStateError: the model was restored.
-        """
-        self.store.check_open()
-        return self._layers
-
-    @layers.setter
-    def layers(self, layers: list[Any]) -> None:
-        self._layers = layers
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
     def __repr__(self) -> str:
-        if not self.store.owner.is_open:
+        if not self.owner.is_open:
             return f"{type(self).__name__}({len(self)} layers, of a restored model)"
         tokens = max((layer.get_seq_length() for layer in self._layers), default=0)
         layers = f"{len(self)} layers, {self.store.num_layers} in regions"
@@ -210,35 +188,24 @@ class SparseKVCache(Cache):
         return [layer for layer in self.layers if not isinstance(layer, RegionLayer)]
 
     @property
-    def is_initialized(self) -> bool:
-        """Whether any keys have arrived."""
-        return any(layer.get_seq_length() for layer in self.layers)
-
-    @property
     def batch_size(self) -> int:
         """Sequences, or -1 before the first keys."""
-        self.store.check_open()
+        self.owner.check_open()
         return -1 if self.store.cache is None else self.store.cache.batch_size
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """The older name of `get_max_length`: -1, no fixed size."""
-        return self.get_max_length(layer_idx)
-
     def reserve(self, num_tokens: int) -> None:
-        """Check that sequences of `num_tokens` fit: over `max_tokens` at once, over memory once the
-        batch is known.
-
-        Raises:
-            CapacityError: they do not fit.
-        """
-        self.store.check_open()
+        """See `OwnedCache.reserve`."""
+        self.owner.check_open()
         self.store.reserve(num_tokens)
 
-    def check_complete(self) -> None:
-        """Raise CacheStateError if a forward was interrupted half way through the layers."""
-        lengths = [layer.get_seq_length() for layer in self.layers]
-        if len(set(lengths)) > 1:
-            raise interrupted_error(min(lengths), max(lengths))
+    def roll_back(self, num_tokens: int) -> None:
+        """Cut every layer to `num_tokens`; layers that slide cannot go back, and stay."""
+        if not self.foreign_layers:
+            self.store.crop(num_tokens)
+
+    def stats(self) -> CacheStats | None:
+        """Tokens and bytes per region; None before the first keys."""
+        return None if self.store.cache is None else self.store.cache.stats()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest `-tokens_to_remove` tokens; all of them if there are fewer.
@@ -250,22 +217,12 @@ class SparseKVCache(Cache):
         Raises:
             LayoutError: a positive number on versions that no longer take one.
         """
-        length = max((layer.get_seq_length() for layer in self.layers), default=0)
-        tokens_to_remove = int(tokens_to_remove)  # prompt lookup counts in a tensor
-        if tokens_to_remove > 0:
-            if not compat.CROP_TAKES_LENGTH:
-                raise LayoutError(
-                    f"crop({tokens_to_remove}): takes the negative number of tokens to remove; to "
-                    f"keep {tokens_to_remove} tokens use crop({tokens_to_remove} - "
-                    "cache.get_seq_length())"
-                )
-            tokens_to_remove = min(tokens_to_remove - length, 0)
+        num_tokens = self._tokens_to_keep(tokens_to_remove)
         # Foreign layers first: they may refuse, and then nothing has changed.
         for layer in self.foreign_layers:
             if layer.get_seq_length():
-                layer.crop(max(tokens_to_remove, -layer.get_seq_length()))
-        if tokens_to_remove < 0:
-            self.store.crop(max(length + tokens_to_remove, 0))
+                layer.crop(min(num_tokens - layer.get_seq_length(), 0))
+        self.store.crop(num_tokens)
 
     def reset(self) -> None:
         """Forget every token. The regions return to the pool; the next keys may bring another
@@ -283,14 +240,14 @@ class SparseKVCache(Cache):
         for layer in self.foreign_layers:
             layer.reorder_cache(beam_idx)
         if self.store.cache is not None:
-            self.store.cache.reorder(_as_indices(beam_idx))
+            self.store.cache.reorder(as_indices(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; a boolean mask keeps the rows where it is True."""
         for layer in self.foreign_layers:
             layer.batch_select_indices(indices)
         if self.store.cache is not None:
-            self.store.cache.batch_select_indices(_as_indices(indices))
+            self.store.cache.batch_select_indices(as_indices(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, copies side by side."""
@@ -331,30 +288,8 @@ class SparseKVCache(Cache):
                 "copy.deepcopy(cache), or run the prompt again"
             )
 
-    def _legacy(self, name: str) -> NoReturn:
-        raise LegacyAttributeError(
-            f"{name}: this name left transformers with version 5, and keys and values of a "
-            "SparseKVCache are not tensors of one device; use get_seq_length(), crop(), "
-            "copy.deepcopy(cache) or save(path)"
-        )
-
-    @property
-    def key_cache(self) -> NoReturn:
-        """Refuse: a name of transformers 4."""
-        self._legacy("key_cache")
-
-    @property
-    def value_cache(self) -> NoReturn:
-        """Refuse: a name of transformers 4."""
-        self._legacy("value_cache")
-
-    @property
-    def to_legacy_cache(self) -> NoReturn:
-        """Refuse: a name of transformers 4."""
-        self._legacy("to_legacy_cache")
-
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseKVCache:
-        self.store.check_open()
+        self.owner.check_open()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         memo[id(self._model_config)] = self._model_config  # the model's: shared, not copied
@@ -364,19 +299,5 @@ class SparseKVCache(Cache):
         return twin
 
 
-def interrupted_error(shortest: int, longest: int) -> CacheStateError:
-    """Layers of one cache hold different numbers of tokens."""
-    return CacheStateError(
-        f"this cache was interrupted in the middle of a forward: some layers hold {shortest} "
-        f"tokens, others {longest}; call crop(-{longest - shortest}) to go back to the last "
-        "complete step, or reset()"
-    )
-
-
 def _slides(layer: Any) -> bool:
     return bool(getattr(layer, "is_sliding", False))
-
-
-def _as_indices(indices: Any) -> Tensor:
-    indices = torch.as_tensor(indices)
-    return indices.nonzero().flatten() if indices.dtype == torch.bool else indices

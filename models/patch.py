@@ -1,40 +1,30 @@
 """`patch`: give a transformers model a KV cache in four regions, and take it back without a trace.
 
-Two things change on the model: the name of its attention implementation, and `generate`, which
-makes a SparseKVCache where transformers would make its default cache.
+An adapter changes the model's attention; `generate` makes a cache of ours where transformers would
+make its default one.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import types
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import nn
 
 from sparsekv.engine.config import CacheConfig
 from sparsekv.errors import CacheStateError, UnsupportedModelError
-from sparsekv.models import attention, compat
-from sparsekv.models.cache import SparseKVCache
+from sparsekv.models import compat
 from sparsekv.models.generation import GenerateCall
 from sparsekv.models.journal import AttributeJournal
-from sparsekv.models.registry import (
-    find_adapter,
-    geometry_from_config,
-    output_attentions_error,
-    sliding_layers,
-    unwrap,
-)
+from sparsekv.models.owned_cache import OwnedCache
+from sparsekv.models.registry import find_adapter, output_attentions_error, unwrap
 from sparsekv.models.store import CacheOwner, with_max_tokens
 
 if TYPE_CHECKING:
     from sparsekv.format import CacheStats
-
-logger = logging.getLogger(__name__)
 
 _PATCHED = "_sparsekv_patched"
 _REFUSED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -63,21 +53,21 @@ class Patched:
 
     def __init__(self, model: nn.Module, config: CacheConfig) -> None:
         base = unwrap(model)
-        find_adapter(base)
+        adapter = find_adapter(base)
         if _PATCHED in vars(base):
             raise CacheStateError(
                 f"this {type(base).__name__} is patched already; call restore() on the first patch "
                 "before another"
             )
-        _check_config(base, config)
+        adapter.check(base, config)
         self.model = model
         """What was given to `patch`."""
         self.config = config
         self._base = base
+        self._adapter = adapter
         self._journal = AttributeJournal()
         self._is_open = True
         self._start()
-        attention.register()
         try:
             self._change_model()
         except BaseException:
@@ -87,15 +77,14 @@ class Patched:
     def _start(self) -> None:
         self._lock = threading.Lock()
         self._owner: CacheOwner | None = None
-        self._latest: weakref.ref[SparseKVCache] | None = None
+        self._latest: weakref.ref[OwnedCache] | None = None
         self._last_stats: CacheStats | None = None
 
     def _change_model(self) -> None:
         base = self._base
         self._journal.set(base, _PATCHED, self)
         self._inner_generate = vars(base).get("generate")
-        with self._journal.watch(_objects_of(base)):
-            base.set_attn_implementation(attention.NAME)
+        self._adapter.install(base, self._journal)
         self._journal.set(base, "generate", types.MethodType(_generate, base))
         for name in _REFUSED:
             if hasattr(type(base), name):
@@ -112,7 +101,7 @@ class Patched:
         if owner is not None:
             owner.close()
 
-    def new_cache(self, max_tokens: int | None = None) -> SparseKVCache:
+    def new_cache(self, max_tokens: int | None = None) -> OwnedCache:
         """An empty cache for this model: for loops of your own, a chat over several `generate`
         calls, a shared prefix.
 
@@ -122,7 +111,7 @@ class Patched:
             CacheStateError: after `restore()`.
         """
         config = with_max_tokens(self.config, max_tokens)
-        cache = SparseKVCache(self._base.config, owner=self._open_owner(), config=config)
+        cache = self._adapter.new_cache(self._base, self._open_owner(), config)
         self._set_latest(cache)
         return cache
 
@@ -137,8 +126,8 @@ class Patched:
         with self._lock:
             cache = None if self._latest is None else self._latest()
             last = self._last_stats
-        if cache is not None and cache.store.cache is not None:
-            return cache.store.cache.stats()
+        if cache is not None and (now := cache.stats()) is not None:
+            return now
         if last is not None:
             return last
         raise CacheStateError(
@@ -176,7 +165,7 @@ class Patched:
             if call.setting("is_assistant"):
                 cache.activate_past_recording()
             kwargs = compat.with_cache(kwargs, cache)
-        if not isinstance(cache, SparseKVCache):
+        if not isinstance(cache, OwnedCache):
             return generate(*args, **kwargs)
         self._set_latest(cache)
         cache.reserve(call.max_cached_tokens)
@@ -192,36 +181,31 @@ class Patched:
     def _check_call(self, call: GenerateCall) -> None:
         if call.setting("output_attentions"):
             raise output_attentions_error("output_attentions=True")
-        if self._base.config._attn_implementation != attention.NAME:
-            raise CacheStateError(
-                "the attention implementation was set to "
-                f"{self._base.config._attn_implementation!r} after sparsekv.patch; call restore() "
-                "first, or leave it"
-            )
-        if isinstance(call.cache, SparseKVCache):
-            call.cache.store.check_open()
-            if call.cache.store.owner is not self._open_owner():
+        self._adapter.check_installed(self._base)
+        if isinstance(call.cache, OwnedCache):
+            call.cache.owner.check_open()
+            if call.cache.owner is not self._open_owner():
                 raise CacheStateError(
                     "this cache was made for another model (a copy of a model is another model); "
                     "take one from the new_cache() of this model's patch"
                 )
             call.cache.check_complete()
 
-    def _roll_back(self, cache: SparseKVCache, length: int) -> None:
+    def _roll_back(self, cache: OwnedCache, length: int) -> None:
         """After an error or Ctrl-C the caller's cache is what it was before the call, where its
         layers can go back.
         """
-        if self._is_open and not cache.foreign_layers:
-            cache.store.crop(length)
+        if self._is_open:
+            cache.roll_back(length)
 
-    def _set_latest(self, cache: SparseKVCache) -> None:
+    def _set_latest(self, cache: OwnedCache) -> None:
         with self._lock:
             self._latest = weakref.ref(cache)
             self._last_stats = None
 
-    def _remember(self, cache: SparseKVCache) -> None:
-        if self._is_open and cache.store.cache is not None:
-            stats = cache.store.cache.stats()
+    def _remember(self, cache: OwnedCache) -> None:
+        stats = cache.stats() if self._is_open else None
+        if stats is not None:
             with self._lock:
                 if self._latest is not None and self._latest() is cache:
                     self._last_stats = stats
@@ -230,6 +214,7 @@ class Patched:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.config = self.config
+        twin._adapter = self._adapter
         twin._is_open = self._is_open
         twin._start()
         twin._base = copy.deepcopy(self._base, memo)
@@ -260,35 +245,3 @@ def _refuse_continuous_batching(self: nn.Module, *args: Any, **kwargs: Any) -> N
         "continuous batching keeps a paged cache of its own and does not work with a patched "
         "model; call generate with a padded batch, or restore() first"
     )
-
-
-def _check_config(base: Any, config: CacheConfig) -> None:
-    """Raise before anything is touched if the model and the sizes do not go together."""
-    text_config = base.config.get_text_config(decoder=True)
-    if all(sliding_layers(text_config)):
-        logger.warning(
-            "every layer of this %s slides (sliding_window=%s): all keep transformers' own small "
-            "cache, and no region is used",
-            type(base).__name__,
-            text_config.sliding_window,
-        )
-        return
-    dtype = base.dtype if base.dtype.is_floating_point else torch.float32
-    config.spec(geometry_from_config(text_config, dtype), 1)
-
-
-def _objects_of(model: nn.Module) -> list[Any]:
-    """Every object whose attributes setting an attention implementation may change, each once."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        found[id(module)] = module
-        _add_configs(getattr(module, "config", None), found)
-    return list(found.values())
-
-
-def _add_configs(config: Any, found: dict[int, Any]) -> None:
-    if config is None or id(config) in found or not hasattr(config, "sub_configs"):
-        return
-    found[id(config)] = config
-    for name in config.sub_configs:
-        _add_configs(getattr(config, name, None), found)

@@ -7,9 +7,10 @@ it is touched.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -17,12 +18,33 @@ from torch import nn
 from sparsekv.errors import UnsupportedModelError
 from sparsekv.format import KVGeometry
 
+if TYPE_CHECKING:
+    from sparsekv.engine.config import CacheConfig
+    from sparsekv.models.journal import AttributeJournal
+    from sparsekv.models.owned_cache import OwnedCache
+    from sparsekv.models.store import CacheOwner
+
+
+class Adapter(Protocol):
+    """How `patch` treats a family of models."""
+
+    def check(self, model: Any, config: CacheConfig) -> None:
+        """Raise before anything is touched if the model and the settings do not go together."""
+
+    def install(self, model: Any, journal: AttributeJournal) -> None:
+        """Change the model's attention; every change goes through the journal."""
+
+    def check_installed(self, model: Any) -> None:
+        """Raise CacheStateError if the change was undone behind the patch's back."""
+
+    def new_cache(self, model: Any, owner: CacheOwner, config: CacheConfig) -> OwnedCache:
+        """An empty cache for the model."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelAdapter:
-    """What differs between supported models: today the names; their attention is grouped-query
-    softmax attention.
-    """
+class ModelFamily:
+    """A supported model: its names, and the module whose `Adapter` knows its attention."""
 
     model_class: str
     """The class that has `generate`."""
@@ -30,23 +52,35 @@ class ModelAdapter:
     """The modules that call the attention function."""
     model_type: str
     """`config.model_type`, for planning from a config alone."""
+    adapter_module: str
+    """Imported when a model of the family is patched."""
+
+    def adapter(self) -> Adapter:
+        """The family's adapter."""
+        adapter: Adapter = importlib.import_module(self.adapter_module).Adapter()
+        return adapter
 
 
-ADAPTERS: tuple[ModelAdapter, ...] = tuple(
-    ModelAdapter(
-        model_class=f"{family}ForCausalLM", attention_class=f"{family}Attention", model_type=kind
+FAMILIES: tuple[ModelFamily, ...] = tuple(
+    ModelFamily(
+        model_class=f"{family}ForCausalLM",
+        attention_class=f"{family}Attention",
+        model_type=kind,
+        adapter_module=f"sparsekv.models.{module}",
     )
-    for family, kind in (
-        ("Qwen3", "qwen3"),
-        ("Qwen3Moe", "qwen3_moe"),
-        ("Mixtral", "mixtral"),
-        ("Llama", "llama"),
-        ("Mistral", "mistral"),
+    for family, kind, module in (
+        ("Qwen3", "qwen3", "gqa"),
+        ("Qwen3Moe", "qwen3_moe", "gqa"),
+        ("Mixtral", "mixtral", "gqa"),
+        ("Llama", "llama", "gqa"),
+        ("Mistral", "mistral", "gqa"),
+        ("DeepseekV4", "deepseek_v4", "deepseek_v4"),
     )
 )
 
-_ATTENTION_CLASSES = frozenset(adapter.attention_class for adapter in ADAPTERS)
-_SUPPORTED = ", ".join(adapter.model_class for adapter in ADAPTERS)
+_GQA = [family for family in FAMILIES if family.adapter_module.endswith(".gqa")]
+_ATTENTION_CLASSES = frozenset(family.attention_class for family in _GQA)
+_SUPPORTED = ", ".join(family.model_class for family in FAMILIES)
 
 
 def unwrap(model: Any) -> Any:
@@ -57,7 +91,7 @@ def unwrap(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def find_adapter(model: object) -> ModelAdapter:
+def find_adapter(model: object) -> Adapter:
     """The adapter of an unwrapped model; a subclass of a supported class counts as that class.
 
     Raises:
@@ -65,8 +99,8 @@ def find_adapter(model: object) -> ModelAdapter:
             configured to return attention weights.
     """
     names = _transformers_classes(type(model))
-    adapter = next((a for a in ADAPTERS if a.model_class in names), None)
-    if adapter is None or not isinstance(model, nn.Module):
+    family = next((f for f in FAMILIES if f.model_class in names), None)
+    if family is None or not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"{type(model).__module__}.{type(model).__qualname__} is not supported: sparsekv would "
             f"not compute its attention correctly. Supported are transformers' own {_SUPPORTED} "
@@ -77,14 +111,14 @@ def find_adapter(model: object) -> ModelAdapter:
     config: Any = model.config
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError(
-            f"{adapter.model_class} with config.is_causal=False: only causal attention is "
+            f"{family.model_class} with config.is_causal=False: only causal attention is "
             "supported; leave this model unpatched"
         )
     if getattr(config, "output_attentions", False) or getattr(
         getattr(model, "generation_config", None), "output_attentions", False
     ):
         raise output_attentions_error("config.output_attentions=True")
-    return adapter
+    return family.adapter()
 
 
 def is_supported_attention(module: nn.Module) -> bool:
@@ -104,7 +138,7 @@ def geometry_from_config(config: Any, dtype: torch.dtype = torch.bfloat16) -> KV
         UnsupportedModelError: a model type that is not supported, or one whose layers all slide.
     """
     config = config.get_text_config(decoder=True)
-    kinds = [adapter.model_type for adapter in ADAPTERS]
+    kinds = [family.model_type for family in _GQA]
     if config.model_type not in kinds:
         raise UnsupportedModelError(
             f"model_type={config.model_type!r} is not supported; supported are {', '.join(kinds)}"

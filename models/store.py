@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ RESTORED = (
 )
 
 
+class Closable(Protocol):
+    """Regions that an owner can end."""
+
+    def close(self, reason: str) -> None:
+        """Free them; any further use raises `reason`."""
+
+
 class CacheOwner:
     """One patch, as its caches see it: the pool they lease from and the attention modules they may
     serve.
@@ -40,7 +47,7 @@ class CacheOwner:
         self.is_open = True
         self._model = weakref.ref(model)
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._stores: weakref.WeakSet[RegionStore] = weakref.WeakSet()
+        self._stores: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def owns(self, module: nn.Module) -> bool:
@@ -70,7 +77,12 @@ class CacheOwner:
             )
         return model
 
-    def register(self, store: RegionStore) -> None:
+    def check_open(self) -> None:
+        """Raise CacheStateError after `restore()`."""
+        if not self.is_open:
+            raise CacheStateError(RESTORED)
+
+    def register(self, store: Closable) -> None:
         """Remember a store, weakly, to close it with the patch."""
         with self._lock:
             self._stores.add(store)
@@ -81,9 +93,7 @@ class CacheOwner:
             self.is_open = False
             stores = list(self._stores)
         for store in stores:
-            if store.cache is not None:
-                store.cache.close(RESTORED)
-            store.discard()
+            store.close(RESTORED)
         self.pool.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheOwner:
@@ -102,11 +112,6 @@ class RegionStore:
         self.cache: InplaceKVCache | None = None
         self._reserved_tokens = 0
         owner.register(self)
-
-    def check_open(self) -> None:
-        """Raise CacheStateError after `restore()`."""
-        if not self.owner.is_open:
-            raise CacheStateError(RESTORED)
 
     def reserve(self, num_tokens: int) -> None:
         """Make sure that sequences of `num_tokens` fit, now if the store is built, else when it is.
@@ -170,6 +175,12 @@ class RegionStore:
         )
         cache.load(path)
         self.cache = cache
+
+    def close(self, reason: str) -> None:
+        """Free the regions; a cache that somebody still holds raises `reason`."""
+        if self.cache is not None:
+            self.cache.close(reason)
+        self.discard()
 
     def discard(self) -> None:
         """Give the regions back; the next append builds new ones, for any batch."""

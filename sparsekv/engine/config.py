@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sparsekv.checks import check_positive_int, check_share
+from sparsekv.errors import LayoutError
 from sparsekv.format import KVGeometry, PartitionSpec
+from sparsekv.format.compressed import CompressedGeometry, EntryFormat
 from sparsekv.roofline import ShareRouter
 
+_RUN_OF_ENTRIES = 8
+"""Neighbouring entries are often selected together: runs this short keep a selection's split near
+the share.
+"""
 _MIN_PING_PONG_TOKENS = 512
 _MIN_PING_PONG_BYTES = 8 << 20
 """Below this a transfer over PCIe does not reach its full rate (arXiv:2609.14507, section 2: 25.4
@@ -38,9 +45,18 @@ class CacheConfig:
     """Most tokens of a sequence; None: what generate asks for, checked against the machine's
     memory.
     """
+    entry_format: EntryFormat = "native"
+    """DeepSeek-V4's compressed entries in the regions: in the model's dtype, or "packed" as
+    production engines store them (fp8 with scales, 584 bytes), which is smaller and not exact.
+    """
 
     def __post_init__(self) -> None:
         check_share("cpu_share", self.cpu_share)
+        if self.entry_format not in ("native", "packed"):
+            raise LayoutError(
+                f"entry_format={self.entry_format!r}: must be 'native' (the model's dtype) or "
+                "'packed' (584 bytes)"
+            )
         # The geometry does not matter to these rules: any will do to have them checked now.
         self.spec(KVGeometry(num_layers=1, num_kv_heads=1, head_dim=1), batch_size=1)
 
@@ -53,6 +69,22 @@ class CacheConfig:
             block_size=self.block_size,
             window_size=self.window_size,
             ping_pong_tokens=self._ping_pong_tokens(geometry, batch_size),
+        )
+
+    def entry_spec(self, geometry: CompressedGeometry, batch_size: int) -> PartitionSpec:
+        """The cut of a DeepSeek-V4 pool; window and block count compressed entries, which go to
+        their regions in runs of up to 8.
+        """
+        pool = geometry.pool_geometry
+        limit = self.max_tokens
+        return PartitionSpec(
+            geometry=pool,
+            batch_size=batch_size,
+            max_tokens=None if limit is None else max(limit // geometry.csa_ratio, 1),
+            block_size=self.block_size,
+            window_size=self.window_size,
+            ping_pong_tokens=self._ping_pong_tokens(pool, batch_size),
+            segment_size=math.gcd(self.window_size, _RUN_OF_ENTRIES),
         )
 
     def router(self) -> ShareRouter:

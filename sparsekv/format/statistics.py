@@ -54,3 +54,51 @@ class CacheStats:
     def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindStats:
+    """One place where one kind of DeepSeek-V4's layers keeps something: all its layers and rows."""
+
+    kind: str
+    """sliding, csa or hca."""
+    num_layers: int
+    name: str
+    """recent tokens, open windows, index keys, entries, or a region of CSA's pool."""
+    memory: str
+    """GPU (the accelerator, also a simulated one) or CPU."""
+    entries: int
+    """Raw tokens or compressed entries of a sequence, in each layer."""
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedStats:
+    """A DeepSeek-V4 cache at one moment."""
+
+    num_tokens: int
+    """Tokens of each sequence."""
+    batch_size: int
+    kinds: tuple[KindStats, ...]
+    pool: CacheStats
+    """The four regions of CSA's compressed entries; its tokens are entries."""
+
+    @property
+    def cpu_share(self) -> float:
+        """Part of the placed entries that the CPU attends to."""
+        return self.pool.cpu_share
+
+    def __str__(self) -> str:
+        lines = [f"{'layers':<12}{'what':<16}{'memory':>8}{'a layer':>10}{'MiB':>12}"]
+        for row in self.kinds:
+            layers, size = f"{row.num_layers} {row.kind}", row.used_bytes / 2**20
+            lines.append(
+                f"{layers:<12}{row.name:<16}{row.memory:>8}{row.entries:>10,}{size:>12,.2f}"
+            )
+        placed = f"CPU share of placed entries {self.cpu_share:.1%}"
+        lines.append(f"{self.num_tokens:,} tokens x {self.batch_size} rows, {placed}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, for JSON."""
+        return asdict(self)
