@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -87,12 +88,16 @@ class CompressedStore:
         if self.cache is not None:
             self.cache.entries.reserve(num_tokens // self.geometry.csa_ratio)
 
+    def new(self, batch_size: int, device: torch.device) -> CompressedCache:
+        """An empty cache as the config says."""
+        spec = self.config.entry_spec(self.geometry, batch_size)
+        router, pool = self.config.router(), self.owner.pool
+        return CompressedCache(self.geometry, spec, device, router, pool=pool)
+
     def build(self, batch_size: int, device: torch.device) -> CompressedCache:
         """The store, made now if there is none."""
         if self.cache is None:
-            spec = self.config.entry_spec(self.geometry, batch_size)
-            router, pool = self.config.router(), self.owner.pool
-            cache = CompressedCache(self.geometry, spec, device, router, pool=pool)
+            cache = self.new(batch_size, device)
             if self._reserved_tokens:
                 cache.entries.reserve(self._reserved_tokens // self.geometry.csa_ratio)
             self.cache = cache
@@ -254,6 +259,34 @@ class CompressedKVCache(OwnedCache):
         if self.store.cache is not None:
             rows = torch.arange(self.store.cache.batch_size).repeat_interleave(repeats)
             self.store.cache.select_rows(rows)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything this cache remembers to one file.
+
+        Raises:
+            CacheStateError: nothing to save yet, or the model was restored.
+        """
+        self.check_complete()
+        if self.store.cache is None:
+            raise CacheStateError("save of an empty cache: run the model with it first")
+        self.store.cache.save(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace what this cache holds by a saved cache of the same model.
+
+        Raises:
+            FormatError: truncated, foreign or newer file, or another geometry; the cache stays as
+                it was.
+        """
+        self.owner.check_open()
+        cache = self.store.cache
+        if cache is not None:
+            cache.load(path)
+            return
+        # The file brings its own number of rows.
+        new = self.store.new(1, self.owner.model.device)
+        new.load(path)
+        self.store.cache = new
 
     def stats(self) -> Any:
         """Entries and bytes per layer kind and region; None before the first keys."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,22 @@ FORMAT_NAME = "sparsekv-cache"
 FORMAT_VERSION = 1
 
 
-def save_cache(cache: InplaceKVCache, path: Path) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """What a cache keeps besides its regions, saved in the same file."""
+
+    kind: str
+    """Whose it is; files of another kind are refused."""
+    header: dict[str, Any]
+    """Plain values, for JSON."""
+    tensors: dict[str, Tensor]
+    """By name; in the file each is called `extra.` and its name."""
+
+
+NO_EXTRA = Extra(kind="kv", header={}, tensors={})
+
+
+def save_cache(cache: InplaceKVCache, path: Path, extra: Extra = NO_EXTRA) -> None:
     """Write a cache that is between steps. The file appears at `path` whole, or not at all.
 
     Raises:
@@ -42,11 +58,13 @@ def save_cache(cache: InplaceKVCache, path: Path) -> None:
     metadata = {
         "format": FORMAT_NAME,
         "version": str(FORMAT_VERSION),
-        "header": json.dumps(_header(cache)),
+        "header": json.dumps({**_header(cache), "kind": extra.kind, "extra": extra.header}),
     }
+    tensors = _tensors(cache)
+    tensors |= {f"extra.{name}": t.cpu().contiguous() for name, t in extra.tensors.items()}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file(_tensors(cache), partial, metadata)
+        save_file(tensors, partial, metadata)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
@@ -56,11 +74,26 @@ def save_cache(cache: InplaceKVCache, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def load_cache(cache: InplaceKVCache, path: Path) -> None:
+def load_extra(path: Path, kind: str) -> Extra:
+    """What a saved cache keeps besides its regions; the tensors are on the CPU.
+
+    Raises:
+        FormatError: as `load_cache`, or a file of another kind.
+    """
+    header = read_header(path)
+    _check_kind(header, kind, path)
+    with _open(path) as file:
+        names = [name for name in file.keys() if name.startswith("extra.")]  # noqa: SIM118
+        tensors = {name.removeprefix("extra."): file.get_tensor(name) for name in names}
+    return Extra(kind=kind, header=header["extra"], tensors=tensors)
+
+
+def load_cache(cache: InplaceKVCache, path: Path, kind: str = NO_EXTRA.kind) -> None:
     """Replace a cache's content by a saved one's. Everything is checked, and read into new regions,
     before the swap.
     """
     header = read_header(path)
+    _check_kind(header, kind, path)
     _check_header(cache, header, path)
     num_rows = header["segment_rows"]
     placement = Placement(header["batch_size"])
@@ -123,6 +156,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 _HEADER_KEYS = (
+    "kind",
+    "extra",
     "geometry",
     "window_size",
     "segment_size",
@@ -192,6 +227,14 @@ def _open(path: Path) -> Any:
         raise FormatError(
             f"{path}: not a whole safetensors file ({error}); save the cache again"
         ) from None
+
+
+def _check_kind(header: dict[str, Any], kind: str, path: Path) -> None:
+    if header["kind"] != kind:
+        raise FormatError(
+            f"{path}: a saved cache of kind {header['kind']!r}, this one is of kind {kind!r}; load "
+            "it into a cache of the model it was saved from"
+        )
 
 
 def _check_header(cache: InplaceKVCache, header: dict[str, Any], path: Path) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,15 +58,24 @@ class CompressedCache:
         self.states = [LayerState() for _ in self.geometry.layer_kinds]
         self.token_ids = torch.zeros(batch_size, 0, dtype=torch.int64)
         """(batch, tokens) int64 on the CPU: what was read, to rebuild small states after a crop."""
-        self._buffers = {
-            layer_idx: self._new_buffer(batch_size, kind)
-            for layer_idx, kind in enumerate(self.geometry.layer_kinds)
-            if kind != "sliding"
-        }
+        self._buffers = {i: self.new_buffer(i, batch_size) for i in self.layers_with_buffers}
 
-    def _new_buffer(self, batch_size: int, kind: str) -> GrowingBuffer:
-        dim = self.geometry.head_dim if kind == "hca" else self.geometry.index_head_dim
+    @property
+    def layers_with_buffers(self) -> list[int]:
+        """The layers that keep index keys or entries on the accelerator."""
+        return [i for i, kind in enumerate(self.geometry.layer_kinds) if kind != "sliding"]
+
+    def new_buffer(self, layer_idx: int, batch_size: int) -> GrowingBuffer:
+        """An empty buffer for such a layer."""
+        is_hca = self.geometry.layer_kinds[layer_idx] == "hca"
+        dim = self.geometry.head_dim if is_hca else self.geometry.index_head_dim
         return GrowingBuffer(self.entries.accelerator, batch_size, dim, self.geometry.dtype)
+
+    def adopt(
+        self, states: list[LayerState], buffers: dict[int, GrowingBuffer], token_ids: Tensor
+    ) -> None:
+        """Take over what was loaded for everything but the pool."""
+        self.states, self._buffers, self.token_ids = states, buffers, token_ids
 
     # What it holds
 
@@ -231,6 +242,25 @@ class CompressedCache:
         """Forget every token."""
         self.entries.reset()
         self._start(self.entries.batch_size)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to a safetensors file; see FORMAT.md. The file appears whole or not at
+        all.
+        """
+        from sparsekv.csa.archive import save_compressed
+
+        save_compressed(self, Path(path))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace the content by a saved cache's.
+
+        Raises:
+            FormatError: truncated, foreign, newer, or of another geometry; the cache is as before.
+            CapacityError: over the machine's memory; likewise.
+        """
+        from sparsekv.csa.archive import load_compressed
+
+        load_compressed(self, Path(path))
 
     def close(self, reason: str) -> None:
         """End the cache; any further use of its entries raises `reason`."""
