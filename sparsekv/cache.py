@@ -15,14 +15,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsekv.device import Accelerator, open_accelerator
+from sparsekv.device import open_accelerator
 from sparsekv.errors import CacheStateError, CapacityError, LayoutError
 from sparsekv.format import (
     CacheStats,
@@ -34,48 +34,12 @@ from sparsekv.format import (
     RegionStats,
     SegmentPlace,
 )
-from sparsekv.regions import PingPong, RegionPool, SegmentStack, Window
+from sparsekv.regions import LayerStore, PingPong, Progress, RegionPool, Window
 from sparsekv.regions.memory import available_bytes, check_available
 from sparsekv.regions.stack import split_elements
 from sparsekv.roofline import ShareRouter
 
 _INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a layer holds; replaced as a whole."""
-
-    num_segments: int = 0
-    """Placed segments."""
-    fill: int = 0
-    """Tokens in the window."""
-    pending: tuple[Tensor, Tensor | None] | None = None
-    """New keys and values that overflow the window, still where the model left them, until `flush`.
-    """
-
-    @property
-    def num_pending(self) -> int:
-        return 0 if self.pending is None else self.pending[0].shape[2]
-
-
-class LayerStore:
-    """The host regions of one layer, and how far it has got."""
-
-    def __init__(self, spec: PartitionSpec, accelerator: Accelerator, pool: RegionPool) -> None:
-        geometry = spec.geometry
-        self.stacks = {
-            "unpinned": SegmentStack(pool, geometry, spec.segment_tokens),
-            "pinned": SegmentStack(pool, geometry, spec.segment_tokens, accelerator),
-        }
-        self.progress = Progress()
-        self.host_views: tuple[Placement, int, tuple[KVView, ...], tuple[KVView, ...]] | None = None
-        """Views of the two stacks, and the placement and number of segments they show."""
-
-    def num_tokens(self, segment_size: int) -> int:
-        """Tokens of a sequence."""
-        progress = self.progress
-        return progress.num_segments * segment_size + progress.fill + progress.num_pending
 
 
 class InplaceKVCache:
@@ -153,11 +117,11 @@ class InplaceKVCache:
 
     def _layer_lengths(self) -> set[int]:
         self._check_usable()
-        return {layer.num_tokens(self.spec.segment_tokens) for layer in self._layers}
+        return {layer.num_tokens for layer in self._layers}
 
     def layer_num_tokens(self, layer_idx: int) -> int:
         """Tokens of a sequence in one layer."""
-        return self._layer(layer_idx).num_tokens(self.spec.segment_tokens)
+        return self._layer(layer_idx).num_tokens
 
     def region_of(self, layer_idx: int, token_idx: int) -> RegionName:
         """The one region that holds a token; tokens not yet flushed count as the window's.
@@ -166,7 +130,7 @@ class InplaceKVCache:
             LayoutError: no such layer or token.
         """
         layer = self._layer(layer_idx)
-        num_tokens = layer.num_tokens(self.spec.segment_tokens)
+        num_tokens = layer.num_tokens
         if not 0 <= token_idx < num_tokens:
             raise LayoutError(
                 f"token_idx={token_idx}: layer {layer_idx} holds tokens 0 to {num_tokens - 1}"
@@ -184,13 +148,7 @@ class InplaceKVCache:
         """
         layer = self._layer(layer_idx)
         progress = layer.progress
-        shown = layer.host_views
-        if shown is None or shown[0] is not self._placement or shown[1] != progress.num_segments:
-            unpinned, pinned = (
-                self._stack_views(layer, "unpinned"),
-                self._stack_views(layer, "pinned"),
-            )
-            layer.host_views = shown = (self._placement, progress.num_segments, unpinned, pinned)
+        unpinned, pinned = layer.host_views(self._placement)
         window, parts = self._windows[layer_idx], []
         start = progress.num_segments * self.spec.segment_tokens
         for first, key, value in window.pieces(progress.fill):
@@ -200,13 +158,7 @@ class InplaceKVCache:
             key, stored = progress.pending
             value = key[..., : self.spec.geometry.value_dim] if stored is None else stored
             parts.append(KVView(key[None], value[None], torch.tensor([start + progress.fill])))
-        return LayerViews(window=tuple(parts), unpinned=shown[2], pinned=shown[3])
-
-    def _stack_views(self, layer: LayerStore, region: str) -> tuple[KVView, ...]:
-        placed = enumerate(self._placement.places[: layer.progress.num_segments])
-        segments = [i for i, place in placed if place.region == region]
-        positions = [i * self.spec.segment_tokens for i in segments]
-        return layer.stacks[region].views(positions, [self._placement.rows_of(i) for i in segments])
+        return LayerViews(window=tuple(parts), unpinned=unpinned, pinned=pinned)
 
     def stats(self) -> CacheStats:
         """Tokens and bytes of each region."""
@@ -265,7 +217,7 @@ class InplaceKVCache:
             CapacityError: over `max_tokens`, or over the machine's memory.
         """
         layer = self._layer(layer_idx)
-        self._check_new(key, value)
+        self.spec.geometry.check_tokens(key, value, self.batch_size, self.device)
         self._check_capacity(layer_idx, key.shape[2])
         if key.shape[2] == 0:
             return
@@ -305,7 +257,7 @@ class InplaceKVCache:
         first, num_new = progress.num_segments, num_windows * self.spec.segments_per_window
         num_own = self.spec.segments_per_window if progress.fill else 0
         taken = self.spec.window_size - progress.fill
-        self._trim(layer)  # what Ctrl-C may have left of an earlier step
+        layer.trim(self._placement)  # what Ctrl-C may have left of an earlier step
         try:
             self._decide(first + num_new)
             placed = self._placement.places[first : first + num_new]
@@ -324,7 +276,7 @@ class InplaceKVCache:
                     start = i * segment_size - progress.fill
                     self._copy_segment(target, *_narrow(progress.pending, start, segment_size))
         except BaseException:
-            self._trim(layer)
+            layer.trim(self._placement)
             self._forget_unreached()
             raise
         used = num_windows * self.spec.window_size - progress.fill
@@ -391,32 +343,24 @@ class InplaceKVCache:
         # No copy is left to fail: from here on each layer is cut at one stroke.
         for layer_idx in layer_indices:
             layer = self._layers[layer_idx]
-            progress, layer.host_views = layer.progress, None
+            progress = layer.progress
             if progress.num_segments > num_segments:
                 progress = Progress(num_segments, kept)
             else:
                 room = num_tokens - progress.num_segments * self.spec.segment_tokens
                 progress = replace(progress, fill=min(progress.fill, room))
             self._windows[layer_idx], layer.progress = windows[layer_idx], progress
-            self._trim(layer)
+            layer.trim(self._placement)
         self._forget_unreached()
 
     def _recall(self, layer: LayerStore, segment_idx: int) -> Window:
         """A new window with the tokens of a placed segment, in logical rows."""
-        places, rows = self._placement.places, self._placement.rows_of(segment_idx)
-        region = places[segment_idx].region
-        slot = sum(place.region == region for place in places[:segment_idx])
-        source = layer.stacks[region].segment(slot)
+        rows = self._placement.rows_of(segment_idx)
+        source = layer.segment(segment_idx, self._placement)
         window = self._new_window(self.batch_size)
         source = source if rows is None else source[rows]
         self.accelerator.copy_from_host(window.elements[0], source)
         return window
-
-    def _trim(self, layer: LayerStore) -> None:
-        """Cut a layer's stacks to the segments that it has placed."""
-        placed = self._placement.places[: layer.progress.num_segments]
-        for name, stack in layer.stacks.items():
-            stack.truncate(sum(place.region == name for place in placed))
 
     def reorder(self, batch_idx: Tensor) -> None:
         """Let sequence b continue what sequence `batch_idx[b]` was (beam search): (batch,)
@@ -584,47 +528,9 @@ class InplaceKVCache:
             )
         return self._layers[layer_idx]
 
-    def _check_new(self, key: Tensor, value: Tensor | None) -> None:
-        geometry = self.spec.geometry
-        if (value is None) != geometry.shared_kv:
-            rule = (
-                "V is part of K here; pass no value"
-                if geometry.shared_kv
-                else "keys come with values; pass both"
-            )
-            raise LayoutError(
-                f"value={'None' if value is None else 'a tensor'}: {rule} "
-                f"(shared_kv={geometry.shared_kv})"
-            )
-        tokens = key.shape[2] if key.ndim == 4 else 0
-        for name, tensor, width in (
-            ("key", key, geometry.head_dim),
-            ("value", value, geometry.value_dim),
-        ):
-            if tensor is None:
-                continue
-            expected = (self.batch_size, geometry.num_kv_heads, tokens, width)
-            if tuple(tensor.shape) != expected:
-                raise LayoutError(
-                    f"{name} of shape {tuple(tensor.shape)}: this cache holds (batch, "
-                    "num_kv_heads, tokens, dim) = "
-                    f"({expected[0]}, {expected[1]}, tokens, {expected[3]}); build a new cache "
-                    "for another model or batch"
-                )
-            if tensor.dtype != geometry.dtype:
-                raise LayoutError(
-                    f"{name} of dtype {tensor.dtype}: this cache holds {geometry.dtype}; cast it "
-                    "first"
-                )
-            if tensor.device != self.device:
-                raise LayoutError(
-                    f"{name} on {tensor.device}: this cache's accelerator is {self.device}; move "
-                    "it there"
-                )
-
     def _check_capacity(self, layer_idx: int, new_tokens: int) -> None:
         layer, spec = self._layers[layer_idx], self.spec
-        num_tokens = layer.num_tokens(spec.segment_tokens) + new_tokens
+        num_tokens = layer.num_tokens + new_tokens
         if spec.max_tokens is not None and num_tokens > spec.max_tokens:
             raise CapacityError(self._over_max_message(num_tokens))
         num_unplaced = num_tokens - layer.progress.num_segments * spec.segment_tokens

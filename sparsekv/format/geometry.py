@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from sparsekv.checks import check_positive_int
 from sparsekv.errors import LayoutError
@@ -75,3 +76,44 @@ class KVGeometry:
     def bytes_per_token(self) -> int:
         """Bytes of one token of one sequence in all layers."""
         return self.num_layers * self.bytes_per_token_per_layer
+
+    def check_tokens(
+        self, key: Tensor, value: Tensor | None, batch_size: int, device: torch.device
+    ) -> None:
+        """Raise LayoutError unless keys (batch, num_kv_heads, tokens, head_dim) and values, None
+        where they are part of the keys, are what a cache of this geometry stores.
+        """
+        if (value is None) != self.shared_kv:
+            rule = (
+                "V is part of K here; pass no value"
+                if self.shared_kv
+                else "keys come with values; pass both"
+            )
+            raise LayoutError(
+                f"value={'None' if value is None else 'a tensor'}: {rule} "
+                f"(shared_kv={self.shared_kv})"
+            )
+        tokens = key.shape[2] if key.ndim == 4 else 0
+        for name, tensor, width in (
+            ("key", key, self.head_dim),
+            ("value", value, self.value_dim),
+        ):
+            if tensor is None:
+                continue
+            expected = (batch_size, self.num_kv_heads, tokens, width)
+            if tuple(tensor.shape) != expected:
+                raise LayoutError(
+                    f"{name} of shape {tuple(tensor.shape)}: this cache holds (batch, "
+                    "num_kv_heads, tokens, dim) = "
+                    f"({expected[0]}, {expected[1]}, tokens, {expected[3]}); build a new cache "
+                    "for another model or batch"
+                )
+            if tensor.dtype != self.dtype:
+                raise LayoutError(
+                    f"{name} of dtype {tensor.dtype}: this cache holds {self.dtype}; cast it first"
+                )
+            if tensor.device != device:
+                raise LayoutError(
+                    f"{name} on {tensor.device}: this cache's accelerator is {device}; move "
+                    "it there"
+                )

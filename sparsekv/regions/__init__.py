@@ -2,9 +2,10 @@
 memory.
 """
 
+from sparsekv.regions.layer import LayerStore, Progress
 from sparsekv.regions.ping_pong import PingPong
 from sparsekv.regions.pool import RegionPool
 from sparsekv.regions.stack import SegmentStack
 from sparsekv.regions.window import Window
 
-__all__ = ["PingPong", "RegionPool", "SegmentStack", "Window"]
+__all__ = ["LayerStore", "PingPong", "Progress", "RegionPool", "SegmentStack", "Window"]

@@ -1,0 +1,80 @@
+"""One layer: its two host stacks, and how far it has got."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparsekv.device import Accelerator
+from sparsekv.format import KVView, PartitionSpec, Placement
+from sparsekv.regions.pool import RegionPool
+from sparsekv.regions.stack import SegmentStack
+
+HostViews = tuple[tuple[KVView, ...], tuple[KVView, ...]]
+"""Of the unpinned stack, and of the pinned one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a layer holds; replaced as a whole."""
+
+    num_segments: int = 0
+    """Placed segments."""
+    fill: int = 0
+    """Tokens in the window."""
+    pending: tuple[Tensor, Tensor | None] | None = None
+    """New keys and values that overflow the window, still where the model left them, until `flush`.
+    """
+
+    @property
+    def num_pending(self) -> int:
+        return 0 if self.pending is None else self.pending[0].shape[2]
+
+
+class LayerStore:
+    """The host regions of one layer, and how far it has got."""
+
+    def __init__(self, spec: PartitionSpec, accelerator: Accelerator, pool: RegionPool) -> None:
+        geometry = spec.geometry
+        self._segment_size = spec.segment_tokens
+        self.stacks = {
+            "unpinned": SegmentStack(pool, geometry, spec.segment_tokens),
+            "pinned": SegmentStack(pool, geometry, spec.segment_tokens, accelerator),
+        }
+        self.progress = Progress()
+        self._shown: tuple[Placement, int, HostViews] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a sequence."""
+        progress = self.progress
+        return progress.num_segments * self._segment_size + progress.fill + progress.num_pending
+
+    def host_views(self, placement: Placement) -> HostViews:
+        """Zero-copy views of both stacks, made again only when something has changed."""
+        num_segments = self.progress.num_segments
+        shown = self._shown
+        if shown is None or shown[0] is not placement or shown[1] != num_segments:
+            views = (self._views("unpinned", placement), self._views("pinned", placement))
+            self._shown = shown = (placement, num_segments, views)
+        return shown[2]
+
+    def _views(self, region: str, placement: Placement) -> tuple[KVView, ...]:
+        placed = enumerate(placement.places[: self.progress.num_segments])
+        segments = [i for i, place in placed if place.region == region]
+        positions = [i * self._segment_size for i in segments]
+        return self.stacks[region].views(positions, [placement.rows_of(i) for i in segments])
+
+    def segment(self, segment_idx: int, placement: Placement) -> Tensor:
+        """(physical rows, num_kv_heads, segment_size * elements) view of a placed segment."""
+        region = placement.places[segment_idx].region
+        slot = sum(place.region == region for place in placement.places[:segment_idx])
+        return self.stacks[region].segment(slot)
+
+    def trim(self, placement: Placement) -> None:
+        """Cut the stacks to the segments that the layer has placed; forget the views."""
+        self._shown = None
+        placed = placement.places[: self.progress.num_segments]
+        for name, stack in self.stacks.items():
+            stack.truncate(sum(place.region == name for place in placed))
