@@ -63,12 +63,12 @@ def draw_regions(ax: Axes) -> None:
 def draw_run(ax: Axes) -> None:
     """The bytes of one row and head of a segment."""
     ax.text(0, 0.95, "A segment: [rows, kv heads, run], contiguous", fontsize=11, weight="bold")
-    box(ax, 0, -0.5, 3.4, 0.8, PAPER, "K: window_size x head_dim")
-    box(ax, 3.4, -0.5, 3.6, 0.8, PAPER, "V: window_size x head_dim_v")
+    box(ax, 0, -0.5, 3.4, 0.8, PAPER, "K: segment_size x head_dim")
+    box(ax, 3.4, -0.5, 3.6, 0.8, PAPER, "V: segment_size x head_dim_v")
     box(ax, 7.0, -0.5, 1.5, 0.8, PAPER, "next head ...")
     box(ax, 8.5, -0.5, 1.5, 0.8, PAPER, "next row ...")
     ax.text(0, -0.95, "offset 0", fontsize=8)
-    ax.text(3.4, -0.95, "window_size · head_dim · itemsize", fontsize=8)
+    ax.text(3.4, -0.95, "segment_size · head_dim · itemsize", fontsize=8)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from sparsekv import (
     UnsupportedModelError,
 )
 from sparsekv.models import compat
-from sparsekv.models.registry import ADAPTERS, geometry_from_config
+from sparsekv.models.registry import FAMILIES, geometry_from_config
 
 
 def _snapshot(model: Any) -> list[tuple[Any, dict[str, Any]]]:
@@ -269,7 +269,9 @@ class TestGeometry:
             geometry_from_config(GPT2Config())
 
     def test_every_adapter_has_a_config_here(self) -> None:
-        assert {a.model_type for a in ADAPTERS} == {c.model_type for c in CONFIGS.values()}
+        tested_apart = {"deepseek_v4"}
+        kinds = {family.model_type for family in FAMILIES}
+        assert kinds - tested_apart == {c.model_type for c in CONFIGS.values()}
 
 
 class TestLimits:
