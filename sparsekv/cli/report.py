@@ -10,8 +10,8 @@ from sparsekv.cli.console import print_table, stdout_console
 from sparsekv.cli.sizes import format_bytes
 from sparsekv.cli.streaming import Generated
 from sparsekv.format import CacheStats
-
-_COLUMNS = ["region", "memory", "tokens", "bytes", "share"]
+from sparsekv.format.compressed import EntryFormat
+from sparsekv.format.statistics import CompressedStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,10 @@ class RunResult:
     generated: Generated
     reference: Generated | None
     """The unpatched model's answer; None: it was not asked for."""
-    stats: CacheStats
+    stats: CacheStats | CompressedStats
+    """The second for DeepSeek-V4."""
     dtype: torch.dtype
+    entry_format: EntryFormat
 
     @property
     def identical_tokens(self) -> int:
@@ -51,16 +53,7 @@ class RunResult:
             "prefill_s": self.generated.prefill_s,
             "decode_s": self.generated.decode_s,
             "cpu_share": self.stats.cpu_share,
-            "regions": [
-                {
-                    "name": region.name,
-                    "memory": region.memory,
-                    "tokens": region.tokens,
-                    "bytes": region.used_bytes,
-                    "share": region.share,
-                }
-                for region in self.stats.regions
-            ],
+            **_places(self.stats),
         }
         if self.reference:
             result["identical_tokens"] = self.identical_tokens
@@ -71,6 +64,49 @@ class RunResult:
 def print_result(result: RunResult) -> None:
     """Write the table, then one line for each model, then the comparison."""
     console = stdout_console()
+    console.print()
+    if isinstance(result.stats, CompressedStats):
+        _print_kinds(result.stats)
+    else:
+        _print_regions(result.stats)
+    console.print(_speed("sparsekv", result.prompt_tokens, result.generated))
+    if result.reference:
+        console.print(_speed("unpatched", result.prompt_tokens, result.reference))
+        style = "bold green" if result.is_identical else "bold red"
+        console.print(_comparison(result), style=style, soft_wrap=True)
+
+
+def _places(stats: CacheStats | CompressedStats) -> dict[str, object]:
+    """Each region, or what each kind of layer keeps where, as JSON holds it."""
+    if isinstance(stats, CompressedStats):
+        return {
+            "layers": [
+                {
+                    "kind": row.kind,
+                    "num_layers": row.num_layers,
+                    "name": row.name,
+                    "memory": row.memory,
+                    "entries": row.entries,
+                    "bytes": row.used_bytes,
+                }
+                for row in stats.kinds
+            ]
+        }
+    return {
+        "regions": [
+            {
+                "name": region.name,
+                "memory": region.memory,
+                "tokens": region.tokens,
+                "bytes": region.used_bytes,
+                "share": region.share,
+            }
+            for region in stats.regions
+        ]
+    }
+
+
+def _print_regions(stats: CacheStats) -> None:
     rows = [
         [
             region.name,
@@ -79,15 +115,24 @@ def print_result(result: RunResult) -> None:
             format_bytes(region.used_bytes),
             f"{region.share:.1%}",
         ]
-        for region in result.stats.regions
+        for region in stats.regions
     ]
-    console.print()
-    print_table("KV cache by region", _COLUMNS, rows)
-    console.print(_speed("sparsekv", result.prompt_tokens, result.generated))
-    if result.reference:
-        console.print(_speed("unpatched", result.prompt_tokens, result.reference))
-        style = "bold green" if result.is_identical else "bold red"
-        console.print(_comparison(result), style=style, soft_wrap=True)
+    print_table("KV cache by region", ["region", "memory", "tokens", "bytes", "share"], rows)
+
+
+def _print_kinds(stats: CompressedStats) -> None:
+    rows = [
+        [
+            f"{row.num_layers} {row.kind}",
+            row.name,
+            row.memory,
+            f"{row.entries:,}",
+            format_bytes(row.used_bytes),
+        ]
+        for row in stats.kinds
+    ]
+    columns = ["layers", "what", "memory", "a layer", "bytes"]
+    print_table("KV cache by kind of layer and region", columns, rows, num_words=3)
 
 
 def _speed(label: str, prompt_tokens: int, generated: Generated) -> str:
@@ -99,7 +144,11 @@ def _speed(label: str, prompt_tokens: int, generated: Generated) -> str:
 def _comparison(result: RunResult) -> str:
     counts = f"{result.identical_tokens} of {result.compared_tokens} tokens"
     line = f"identical to the unpatched model: {counts}"
-    if not result.is_identical and result.dtype != torch.float32:
+    if result.is_identical:
+        return line
+    if result.entry_format == "packed":
+        line += " (packed entries are rounded: use --entry-format native for exact ones)"
+    elif result.dtype != torch.float32:
         # Two ways of rounding the same sum may choose another token, after which the texts part.
         dtype = str(result.dtype).removeprefix("torch.")
         line += f" (in {dtype}: use --dtype float32 to rule out rounding)"

@@ -14,10 +14,14 @@ from sparsekv import CacheConfig, patch
 from sparsekv.cli import report
 from sparsekv.cli.console import print_json, stderr_console
 from sparsekv.cli.demo import demo_folder, demo_prompt
+from sparsekv.cli.geometries import config_geometry
 from sparsekv.cli.loading import load_model, read_config
 from sparsekv.cli.progress import Display
+from sparsekv.cli.prompts import RANDOM_DEMO
+from sparsekv.cli.random_model import random_model, random_prompt
 from sparsekv.cli.streaming import generate_watched
-from sparsekv.models.registry import geometry_from_config
+
+_NO_TEXT = "Random weights and no tokenizer, so token ids in place of text:\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,7 @@ class GenerateRequest:
     demo: str
     """Name of the demo model; not looked at when there is a folder."""
     prompt: str | None
-    """None: the demo's own."""
+    """None: the demo's own, which is token ids where it has no tokenizer."""
     raw: bool
     """Leave the chat template out."""
     max_new_tokens: int
@@ -53,12 +57,14 @@ def run(request: GenerateRequest) -> bool:
     """
     answer: list[str] = []
     with Display() as display:
-        model, tokenizer = _load(request, display)
-        prompt = demo_prompt(tokenizer) if request.prompt is None else request.prompt
-        inputs = {
-            name: ids.to(request.device)
-            for name, ids in _tokenize(tokenizer, prompt, request.raw).items()
-        }
+        model, tokenizer, inputs = _prepare(request, display)
+
+        def show(text: str) -> None:
+            if tokenizer is None and not answer:
+                display.write(_NO_TEXT)
+            answer.append(text)
+            display.write(text)
+
         _warn_beyond_context(model, inputs["input_ids"].shape[1] + request.max_new_tokens)
         answer_prompt = partial(
             generate_watched,
@@ -70,7 +76,7 @@ def run(request: GenerateRequest) -> bool:
             ignore_eos=request.ignore_eos,
         )
         with patch(model, request.config) as patched:
-            generated = answer_prompt(on_text=answer.append if request.json else display.write)
+            generated = answer_prompt(on_text=answer.append if request.json else show)
             stats = patched.stats()
         reference = answer_prompt(label="unpatched: ") if request.compare else None
 
@@ -80,12 +86,29 @@ def run(request: GenerateRequest) -> bool:
         reference=reference,
         stats=stats,
         dtype=model.dtype,
+        entry_format=request.config.entry_format,
     )
     if request.json:
-        print_json({"text": "".join(answer).strip(), **result.as_dict()})
+        text = "".join(answer).strip()
+        said = {"text": text} if tokenizer else {"token_ids": generated.tokens}
+        print_json({**said, **result.as_dict()})
     else:
         report.print_result(result)
     return result.is_identical
+
+
+def _prepare(
+    request: GenerateRequest, display: Display
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, dict[str, Tensor]]:
+    """The model, its tokenizer if it has one, and the prompt's token ids on its device."""
+    if request.demo == RANDOM_DEMO:
+        model = random_model(request.dtype or torch.float32, request.device)
+        inputs, tokenizer = random_prompt(model), None
+    else:
+        model, tokenizer = _load(request, display)
+        prompt = demo_prompt(tokenizer) if request.prompt is None else request.prompt
+        inputs = _tokenize(tokenizer, prompt, request.raw)
+    return model, tokenizer, {name: ids.to(request.device) for name, ids in inputs.items()}
 
 
 def _load(
@@ -94,7 +117,8 @@ def _load(
     folder = request.model_folder or demo_folder(request.demo, display)
     config = read_config(folder)
     dtype = request.dtype or config.dtype or torch.float32
-    geometry_from_config(config, dtype)  # refuses a model before its weights are read
+    # Refuses what cannot work before weights are read.
+    config_geometry(str(folder), config, dtype, request.config.entry_format)
     return load_model(folder, dtype, request.device, display)
 
 

@@ -27,7 +27,7 @@ class Generated:
 
 def generate_watched(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     inputs: Mapping[str, Tensor],
     max_new_tokens: int,
     display: Display,
@@ -39,6 +39,7 @@ def generate_watched(
     """Generate greedily from one prompt.
 
     Args:
+        tokenizer: None: the model has none, its text is token ids.
         inputs: the tokenizer's `input_ids` and `attention_mask`, both (1, num_tokens), on the
             model's device.
         label: words before the name of each bar.
@@ -67,20 +68,28 @@ def generate_watched(
     )
 
 
+class _TokenIds:
+    """Stands where a tokenizer would."""
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        """The ids with spaces between them."""
+        return " ".join(map(str, token_ids))
+
+
 class _Watcher(TextStreamer):
     """Receives what `generate` streams: the prompt first, then each new token."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         display: Display,
         max_new_tokens: int,
         label: str,
         on_text: Callable[[str], None] | None,
         stack: ExitStack,
     ) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        super().__init__(tokenizer or _TokenIds(), skip_prompt=True, skip_special_tokens=True)
         self._display, self._on_text, self._stack = display, on_text, stack
         self._max_new_tokens, self._label = max_new_tokens, label
         self._prefill = stack.enter_context(_prefill_bar(model, display, f"{label}prefill"))

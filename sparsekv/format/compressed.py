@@ -34,11 +34,23 @@ class CompressedFootprint:
     kind: LayerKind
     num_layers: int
     recent_bytes: int
-    """Accelerator: raw keys of the sliding window."""
+    """Accelerator: raw keys of the sliding window, those of the token in hand apart."""
+    open_bytes: int
+    """Accelerator: the most that open and prior windows of compressors take on the way."""
     entry_bytes: int
     """Compressed entries: in the four regions for CSA, on the accelerator for HCA."""
     index_bytes: int
     """Accelerator: index keys of CSA layers."""
+
+    @property
+    def growing_gpu_bytes(self) -> int:
+        """Bytes on the accelerator that grow with the context."""
+        return self.index_bytes + (self.entry_bytes if self.kind == "hca" else 0)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes on the accelerator; CSA's window of entries, which has a size of its own, apart."""
+        return self.recent_bytes + self.open_bytes + self.growing_gpu_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,22 +138,55 @@ class CompressedGeometry:
         csa_bytes = csa * (PACKED_ENTRY_BYTES + FP4_KEY_BYTES) / self.csa_ratio
         return csa_bytes + hca * PACKED_ENTRY_BYTES / self.hca_ratio
 
+    def bytes_per_token(self) -> float:
+        """Bytes that one more token of context adds as this library stores it; constant parts are
+        not in it.
+        """
+        total = 0.0
+        for kind in LAYER_KINDS:
+            if ratio := self.ratio_of(kind):
+                entry_bytes, key_bytes = self._bytes_per_entry(kind)
+                total += len(self.layers_of(kind)) * (entry_bytes + key_bytes) / ratio
+        return total
+
     def footprint(self, num_tokens: int, batch_size: int) -> tuple[CompressedFootprint, ...]:
         """Bytes per layer kind at `num_tokens` tokens of each of `batch_size` sequences."""
         rows = []
-        native = self.head_dim * self.dtype.itemsize
+        num_recent = min(num_tokens, self.sliding_window - 1)
         for kind in LAYER_KINDS:
-            layers, ratio, is_csa = len(self.layers_of(kind)), self.ratio_of(kind), kind == "csa"
-            entries = batch_size * layers * (num_tokens // ratio) if ratio else 0
-            packed = is_csa and self.entry_format == "packed"
-            key_bytes = self.index_head_dim * self.dtype.itemsize if is_csa else 0
+            num_layers, ratio = len(self.layers_of(kind)), self.ratio_of(kind)
+            entry_bytes, key_bytes = self._bytes_per_entry(kind)
+            times = batch_size * num_layers
+            entries = times * (num_tokens // ratio) if ratio else 0
             rows.append(
                 CompressedFootprint(
                     kind=kind,
-                    num_layers=layers,
-                    recent_bytes=batch_size * layers * self.sliding_window * native,
-                    entry_bytes=entries * (PACKED_ENTRY_BYTES if packed else native),
+                    num_layers=num_layers,
+                    recent_bytes=times * num_recent * self.head_dim * self.dtype.itemsize,
+                    open_bytes=times * self._most_open_bytes(kind, num_tokens),
+                    entry_bytes=entries * entry_bytes,
                     index_bytes=entries * key_bytes,
                 )
             )
         return tuple(rows)
+
+    def _bytes_per_entry(self, kind: LayerKind) -> tuple[int, int]:
+        """Bytes of an entry and of its index key."""
+        native = self.head_dim * self.dtype.itemsize
+        if kind != "csa":
+            return native, 0
+        packed = self.entry_format == "packed"
+        return PACKED_ENTRY_BYTES if packed else native, self.index_head_dim * self.dtype.itemsize
+
+    def _most_open_bytes(self, kind: LayerKind, num_tokens: int) -> int:
+        """What the compressors of one layer and sequence carry, at its most up to `num_tokens`."""
+        if not (ratio := self.ratio_of(kind)):
+            return 0
+        is_csa = kind == "csa"
+        values = 2 * (self.head_dim + (self.index_head_dim if is_csa else 0))  # kv and gate
+        # CSA's windows overlap: projections are twice as wide, and a closed window leaves a half.
+        width = 2 * values if is_csa else values
+        has_prior = is_csa and num_tokens >= ratio
+        wide = torch.promote_types(self.dtype, torch.float32).itemsize
+        open_bytes = min(num_tokens, ratio - 1) * width * self.dtype.itemsize
+        return open_bytes + (ratio * values * wide if has_prior else 0)

@@ -1,0 +1,168 @@
+"""What a cache will take: each region of it, or each kind of DeepSeek-V4's layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparsekv.cli.console import print_table, stdout_console
+from sparsekv.cli.sizes import format_bytes
+from sparsekv.engine.config import CacheConfig
+from sparsekv.errors import LayoutError
+from sparsekv.format import Footprint, KVGeometry
+from sparsekv.format.compressed import CompressedFootprint, CompressedGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionPlan:
+    """The four regions, bytes of a whole batch."""
+
+    geometry: KVGeometry
+    footprint: Footprint
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Bytes in host memory."""
+        return self.footprint.cpu_bytes
+
+    def as_dict(self) -> dict[str, object]:
+        """The plan as JSON holds it."""
+        footprint = self.footprint
+        return {
+            "bytes_per_token": self.geometry.bytes_per_token,
+            "window_bytes": footprint.window_bytes,
+            "ping_pong_bytes": footprint.ping_pong_bytes,
+            "unpinned_bytes": footprint.unpinned_bytes,
+            "pinned_bytes": footprint.pinned_bytes,
+            "gpu_bytes": footprint.gpu_bytes,
+            "cpu_bytes": footprint.cpu_bytes,
+        }
+
+    def print(self, title: str) -> None:
+        """Write the table, what a token takes, and what the GPU holds."""
+        regions = (
+            ("window", "GPU", self.footprint.window_bytes),
+            ("ping-pong", "GPU", self.footprint.ping_pong_bytes),
+            ("unpinned", "CPU", self.footprint.unpinned_bytes),
+            ("pinned", "CPU", self.footprint.pinned_bytes),
+        )
+        rows = [[name, memory, format_bytes(num_bytes)] for name, memory, num_bytes in regions]
+        print_table(title, ["region", "memory", "bytes"], rows)
+        console = stdout_console()
+        per_token = format_bytes(self.geometry.bytes_per_token)
+        console.print(f"each token: {per_token} in {self.geometry.num_layers} layers")
+        console.print(f"GPU: {format_bytes(self.footprint.gpu_bytes)}, whatever the context")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedPlan:
+    """DeepSeek-V4's layers, bytes of a whole batch."""
+
+    geometry: CompressedGeometry
+    kinds: tuple[CompressedFootprint, ...]
+    """Of the kinds that the model has."""
+    pool: Footprint
+    """CSA's entries; ping-pong apart, which this model does not use."""
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Bytes in host memory."""
+        return self.pool.cpu_bytes
+
+    @property
+    def growing_gpu_bytes(self) -> int:
+        """Bytes on the GPU that grow with the context: index keys and HCA entries."""
+        return sum(kind.growing_gpu_bytes for kind in self.kinds)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """All bytes on the GPU."""
+        return self.pool.window_bytes + sum(kind.gpu_bytes for kind in self.kinds)
+
+    @property
+    def production_bytes_per_token(self) -> float | None:
+        """See `CompressedGeometry`; None: those formats do not have this model's sizes."""
+        try:
+            return self.geometry.production_bytes_per_token()
+        except LayoutError:
+            return None
+
+    def rows(self) -> list[tuple[CompressedFootprint, str, str, int]]:
+        """The kind of layer, what it keeps, in which memory, and its bytes."""
+        rows = []
+        for kind in self.kinds:
+            rows.append((kind, "recent tokens", "GPU", kind.recent_bytes))
+            if kind.kind != "sliding":
+                rows.append((kind, "open windows", "GPU", kind.open_bytes))
+            if kind.kind == "hca":
+                rows.append((kind, "entries", "GPU", kind.entry_bytes))
+            if kind.kind == "csa":
+                rows += [
+                    (kind, "index keys", "GPU", kind.index_bytes),
+                    (kind, "window", "GPU", self.pool.window_bytes),
+                    (kind, "unpinned", "CPU", self.pool.unpinned_bytes),
+                    (kind, "pinned", "CPU", self.pool.pinned_bytes),
+                ]
+        return rows
+
+    def as_dict(self) -> dict[str, object]:
+        """The plan as JSON holds it."""
+        return {
+            "layers": [
+                {
+                    "kind": kind.kind,
+                    "num_layers": kind.num_layers,
+                    "name": name,
+                    "memory": memory,
+                    "bytes": num_bytes,
+                }
+                for kind, name, memory, num_bytes in self.rows()
+            ],
+            "entry_format": self.geometry.entry_format,
+            "bytes_per_token": self.geometry.bytes_per_token(),
+            "production_bytes_per_token": self.production_bytes_per_token,
+            "window_bytes": self.pool.window_bytes,
+            "unpinned_bytes": self.pool.unpinned_bytes,
+            "pinned_bytes": self.pool.pinned_bytes,
+            "gpu_bytes": self.gpu_bytes,
+            "growing_gpu_bytes": self.growing_gpu_bytes,
+            "cpu_bytes": self.cpu_bytes,
+        }
+
+    def print(self, title: str) -> None:
+        """Write the table, what a token adds, and what the GPU holds."""
+        rows = [
+            [f"{kind.num_layers} {kind.kind}", name, memory, format_bytes(num_bytes)]
+            for kind, name, memory, num_bytes in self.rows()
+        ]
+        print_table(title, ["layers", "what", "memory", "bytes"], rows, num_words=3)
+        console = stdout_console()
+        adds = f"each token adds {self.geometry.bytes_per_token():,.0f} B"
+        if (production := self.production_bytes_per_token) is not None:
+            adds += f" ({production:,.0f} B in production formats: packed entries, fp4 index keys)"
+        console.print(adds, soft_wrap=True)
+        growing, constant = self.growing_gpu_bytes, self.gpu_bytes - self.growing_gpu_bytes
+        console.print(
+            f"GPU: {format_bytes(self.gpu_bytes)}; index keys and HCA entries, "
+            f"{format_bytes(growing)}, grow with the context, {format_bytes(constant)} do not",
+            soft_wrap=True,
+        )
+
+
+def plan_memory(
+    geometry: KVGeometry | CompressedGeometry, config: CacheConfig, num_tokens: int, batch_size: int
+) -> RegionPlan | CompressedPlan:
+    """Plan for `batch_size` sequences of up to `num_tokens` tokens.
+
+    Raises:
+        LayoutError: a batch size that is not a positive whole number.
+    """
+    if isinstance(geometry, KVGeometry):
+        spec = config.spec(geometry, batch_size)
+        footprint = spec.footprint(num_tokens, config.cpu_share)
+        return RegionPlan(geometry=geometry, footprint=footprint)
+    spec = config.entry_spec(geometry, batch_size)
+    return CompressedPlan(
+        geometry=geometry,
+        kinds=tuple(k for k in geometry.footprint(num_tokens, batch_size) if k.num_layers),
+        pool=spec.footprint(num_tokens // geometry.csa_ratio, config.cpu_share),
+    )
