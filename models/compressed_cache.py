@@ -156,14 +156,21 @@ class CompressedKVCache(OwnedCache):
 
     # Steps
 
-    def begin_step(self, input_ids: Any, attention_mask: Any, position_ids: Any) -> None:
+    def begin_step(
+        self, module: nn.Module, input_ids: Any, attention_mask: Any, position_ids: Any
+    ) -> None:
         """Check and remember the tokens of a forward, before any layer runs.
 
+        Args:
+            module: one of the attention modules that are going to use this cache.
         Raises:
             UnsupportedModelError: padding, positions that do not follow on, or no token ids.
-            CacheStateError: an interrupted forward came before.
+            CacheStateError: an interrupted forward came before, or another model's module.
+            CapacityError: over `max_tokens`.
+            LayoutError: another batch.
         """
         self.check_complete()
+        self._check_owns(module)
         if not isinstance(input_ids, Tensor):
             raise UnsupportedModelError(
                 "DeepSeek-V4 without input_ids: its hash-routed layers need them; pass input_ids"
@@ -175,6 +182,7 @@ class CompressedKVCache(OwnedCache):
                 f"{past + num_tokens} tokens: over max_tokens={limit}; raise max_tokens or shorten "
                 "the prompt and max_new_tokens"
             )
+        _check_mask(attention_mask)
         # Reading masks and positions waits for a GPU: worth it for a prompt, not for each token.
         if num_tokens > 1 or input_ids.device.type == "cpu":
             _check_padding(attention_mask)
@@ -196,10 +204,11 @@ class CompressedKVCache(OwnedCache):
             LayoutError: keys of another dtype or device.
         """
         cache = self.store.cache
-        if not self.owner.owns(module) or cache is None:
+        self._check_owns(module)
+        if cache is None:
             raise CacheStateError(
-                "this cache was made for another model (a copy of a model is another model); take "
-                "one from the new_cache() of this model's patch"
+                "an attention module of this model ran by itself; run the model, which checks and "
+                "remembers the tokens first"
             )
         if kv.dtype != cache.geometry.dtype or kv.device != cache.device:
             raise LayoutError(
@@ -207,6 +216,13 @@ class CompressedKVCache(OwnedCache):
                 f"{cache.device}; patch the model after it is cast and moved, and leave autocast"
             )
         return cache
+
+    def _check_owns(self, module: nn.Module) -> None:
+        if not self.owner.owns(module):
+            raise CacheStateError(
+                "this cache was made for another model (a copy of a model is another model); take "
+                "one from the new_cache() of this model's patch"
+            )
 
     # Rows and length
 
@@ -228,9 +244,9 @@ class CompressedKVCache(OwnedCache):
         cache = self.store.cache
         if cache is None or (cache.is_complete and num_tokens == cache.num_tokens):
             return
-        replay = cache.rewind(num_tokens)
-        if replay.shape[1]:
-            self._replay(replay.to(cache.device), self)
+        with cache.rewound(num_tokens) as replay:
+            if replay.shape[1]:
+                self._replay(replay.to(cache.device), self)
 
     def roll_back(self, num_tokens: int) -> None:
         """Nothing is cut: going back would run the model inside an error's handling. A cache that
@@ -246,19 +262,21 @@ class CompressedKVCache(OwnedCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was; placed entries stay where they are."""
-        if self.store.cache is not None:
-            self.store.cache.select_rows(as_indices(beam_idx))
+        self._select_rows(as_indices(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; a boolean mask keeps the rows where it is True."""
-        if self.store.cache is not None:
-            self.store.cache.select_rows(as_indices(indices))
+        self._select_rows(as_indices(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, copies side by side."""
+        if self.batch_size > 0:
+            self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def _select_rows(self, indices: Tensor) -> None:
+        self.owner.check_open()
         if self.store.cache is not None:
-            rows = torch.arange(self.store.cache.batch_size).repeat_interleave(repeats)
-            self.store.cache.select_rows(rows)
+            self.store.cache.select_rows(indices)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything this cache remembers to one file.
@@ -303,8 +321,17 @@ class CompressedKVCache(OwnedCache):
         return twin
 
 
+def _check_mask(attention_mask: Any) -> None:
+    if attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
+        return
+    raise UnsupportedModelError(
+        "an attention_mask that is not (batch, tokens): what a token sees follows from each "
+        "layer's kind here; leave attention_mask out"
+    )
+
+
 def _check_padding(attention_mask: Any) -> None:
-    if isinstance(attention_mask, Tensor) and not bool(attention_mask.bool().all()):
+    if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UnsupportedModelError(
             "a padded batch for DeepSeek-V4: rows of different lengths complete their compressed "
             "entries at different steps; pass prompts of equal length, without padding, or one at "

@@ -7,6 +7,7 @@ own, and a cache that is not ours goes through the model's own forward.
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
@@ -21,6 +22,7 @@ from sparsekv.format.compressed import CompressedGeometry, EntryFormat, LayerKin
 from sparsekv.models import compat
 from sparsekv.models.compressed_cache import CompressedKVCache
 from sparsekv.models.journal import AttributeJournal
+from sparsekv.models.registry import output_attentions_error
 from sparsekv.models.store import CacheOwner
 
 _CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -101,13 +103,19 @@ def model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward of a `DeepseekV4Model`: with a cache of ours, check what the regions cannot hold,
     remember the tokens, and build no (tokens x tokens) mask.
     """
-    cache = compat.cache_in(kwargs)
     own_forward: Any = type(self).forward
+    if args:
+        names = list(inspect.signature(own_forward).parameters)[1:]
+        kwargs |= dict(zip(names, args, strict=False))
+    cache = compat.cache_in(kwargs)
     if isinstance(cache, CompressedKVCache):
-        input_ids = args[0] if args else kwargs.get("input_ids")
-        cache.begin_step(input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+        if kwargs.get("output_attentions"):
+            raise output_attentions_error("output_attentions=True")
+        module: Any = self
+        given = [kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids")]
+        cache.begin_step(module.layers[0].self_attn, *given)
         kwargs["attention_mask"] = {"sliding_attention": None}
-    return own_forward(self, *args, **kwargs)
+    return own_forward(self, **kwargs)
 
 
 def attention_forward(

@@ -388,6 +388,24 @@ class InplaceKVCache:
             CacheStateError: layers hold different numbers of tokens.
         """
         self._check_usable()
+        indices = self.checked_rows(indices)
+        if not self.is_complete:
+            raise CacheStateError(self._incomplete_message())
+        for layer_idx in range(len(self._layers)):
+            self.flush(layer_idx)
+        self._forget_unreached()
+        placement, windows = self._placement.select_rows(indices), self._new_windows(len(indices))
+        chosen = indices.to(self.device)
+        for old, new in zip(self._windows, windows, strict=True):
+            torch.index_select(old.elements, 1, chosen, out=new.elements)
+        self._placement, self._windows = placement, windows
+
+    def checked_rows(self, indices: Tensor) -> Tensor:
+        """The rows that a selection names, (new_batch,) integers.
+
+        Raises:
+            LayoutError: none chosen, or an index out of range.
+        """
         given = indices
         if indices.dtype == torch.bool and indices.shape == (self.batch_size,):
             indices = indices.nonzero().flatten()
@@ -402,16 +420,7 @@ class InplaceKVCache:
                 f"indices={given.tolist()}: must be whole numbers from 0 to {self.batch_size - 1}, "
                 f"at least one, or {self.batch_size} booleans, at least one true"
             )
-        if not self.is_complete:
-            raise CacheStateError(self._incomplete_message())
-        for layer_idx in range(len(self._layers)):
-            self.flush(layer_idx)
-        self._forget_unreached()
-        placement, windows = self._placement.select_rows(indices), self._new_windows(len(indices))
-        chosen = indices.to(self.device)
-        for old, new in zip(self._windows, windows, strict=True):
-            torch.index_select(old.elements, 1, chosen, out=new.elements)
-        self._placement, self._windows = placement, windows
+        return indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Turn each sequence into `repeats` consecutive copies; placed bytes are shared, not

@@ -58,8 +58,9 @@ def attention(x: Sequence) -> tuple[Tensor, list[list[int]]]:
         visible = 0 if x.compressor is None else (t + 1) // len(x.compressor.position_bias)
         selected = list(range(visible))
         if scores is not None and x.indexer is not None:
-            selected.sort(key=lambda i, row=scores[t].tolist(): (-row[i], i))
-            selected = sorted(selected[: x.indexer.topk])
+            row = scores[t].tolist()
+            best = sorted((-row[i], i) for i in selected)[: x.indexer.topk]
+            selected = sorted(i for _, i in best)
         keys = torch.cat([kv[max(t - x.sliding_window + 1, 0) : t + 1], entries[selected]])
         logits = query[t] @ keys.T * query.shape[-1] ** -0.5
         logits = torch.cat([logits, x.sinks.double()[:, None]], 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.attention import merge_partials
-from sparsekv.csa.residence import gather
+from sparsekv.csa.residence import entries_at, gather, slots
 from sparsekv.device import Accelerator
 from sparsekv.format import KVView, LayerViews
 from sparsekv.kernels.dispatch import (
@@ -26,7 +26,9 @@ from sparsekv.kernels.dispatch import (
 Partial = tuple[Tensor, Tensor]
 
 _TOKENS_AT_ONCE = 256
-"""Query tokens of a prefill attended at a time: bounds masks and gathered entries."""
+"""Query tokens of a prefill attended at a time: bounds masks."""
+_GATHERED_BYTES = 64 * 2**20
+"""Fewer at a time if their gathered entries would take more; one at least."""
 
 
 def window_attention(query: Tensor, recent: Tensor, sliding_window: int, scale: float) -> Partial:
@@ -83,8 +85,9 @@ def selected_attention(
             absent.
     """
     chosen = indices.cpu()  # where views keep their positions and row tables
+    per_token = query[:, 0, 0].numel() * query.element_size() * max(chosen.shape[2], 1)
     parts = []
-    for start, stop in _runs(query.shape[2]):
+    for start, stop in _runs(query.shape[2], _GATHERED_BYTES // per_token):
         run, run_query = chosen[:, start:stop], query[:, :, start:stop]
         found = [
             *_attend_on_cpu(run_query, views.unpinned, run, scale),
@@ -105,11 +108,17 @@ def _gathered(views: tuple[KVView, ...], indices: Tensor) -> Iterator[tuple[Tens
 def _loaded(
     views: tuple[KVView, ...], indices: Tensor, accelerator: Accelerator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same from host memory, copied to the accelerator: selected entries only."""
-    for host, is_valid in _gathered(views, indices):
+    """The same from host memory: each selected entry is copied to the accelerator once."""
+    for view in views:
+        if (found := slots(view, indices)) is None:
+            continue
+        slot, is_valid = found
+        unique, place = torch.unique(slot[is_valid], return_inverse=True)
+        host = entries_at(view, unique)
         entries = accelerator.empty(host.shape, host.dtype)
         accelerator.copy_from_host(entries, host)
-        yield entries, is_valid.to(accelerator.device)
+        places = slot.masked_scatter(is_valid, place).to(accelerator.device)
+        yield entries[places], is_valid.to(accelerator.device)
 
 
 def _attend_on_cpu(
@@ -123,14 +132,12 @@ def _attend_gathered(
     query: Tensor, gathered: Iterator[tuple[Tensor, Tensor]], scale: float
 ) -> Iterator[Partial]:
     for entries, is_valid in gathered:
-        yield gathered_attention_for(query.device)(
-            query, decoded(entries, query.dtype), is_valid, scale
-        )
+        yield gathered_attention_for(query.device)(query, decoded(entries), is_valid, scale)
 
 
-def decoded(entries: Tensor, dtype: torch.dtype) -> Tensor:
-    """Entries in `dtype`: packed bytes are unpacked, others are in it already."""
-    return unpack_entries(entries, dtype) if entries.dtype == torch.uint8 else entries
+def decoded(entries: Tensor) -> Tensor:
+    """Entries as numbers: packed bytes are unpacked, exactly."""
+    return unpack_entries(entries) if entries.dtype == torch.uint8 else entries
 
 
 def _attend(query: Tensor, keys: Tensor, scale: float, mask: Tensor) -> Partial:
@@ -139,9 +146,10 @@ def _attend(query: Tensor, keys: Tensor, scale: float, mask: Tensor) -> Partial:
     return partial_attention_for(query.device)(query, key, key, positions, scale, mask=mask)
 
 
-def _runs(num_tokens: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, num_tokens, _TOKENS_AT_ONCE):
-        yield start, min(start + _TOKENS_AT_ONCE, num_tokens)
+def _runs(num_tokens: int, most: int = _TOKENS_AT_ONCE) -> Iterator[tuple[int, int]]:
+    at_once = max(min(most, _TOKENS_AT_ONCE), 1)
+    for start in range(0, num_tokens, at_once):
+        yield start, min(start + at_once, num_tokens)
 
 
 def _joined(parts: list[Partial]) -> Partial:

@@ -52,6 +52,7 @@ class CompressedCache:
         self.geometry = geometry
         self.entries = InplaceKVCache(spec, device, router, pool=pool)
         self._csa_idx = {layer_idx: i for i, layer_idx in enumerate(geometry.layers_of("csa"))}
+        self._is_rewound = False
         self._start(spec.batch_size)
 
     def _start(self, batch_size: int) -> None:
@@ -163,7 +164,10 @@ class CompressedCache:
     @contextmanager
     def layer_step(self, layer_idx: int) -> Iterator[None]:
         """Take back what the block appended to this layer if it fails."""
-        state, stored = self.states[layer_idx], self.num_entries(layer_idx)
+        state = self.states[layer_idx]
+        if not self._is_rewound:  # what an interrupted crop, or a refused flush, may have left
+            self._truncate(layer_idx, state.compressor.num_entries)
+        stored = self.num_entries(layer_idx)
         try:
             yield
         except BaseException:
@@ -172,7 +176,7 @@ class CompressedCache:
             raise
 
     def _truncate(self, layer_idx: int, num_entries: int) -> None:
-        if layer_idx in self._csa_idx:
+        if layer_idx in self._csa_idx and self.num_entries(layer_idx) > num_entries:
             self.entries.crop_layer(self._csa_idx[layer_idx], num_entries)
         if layer_idx in self._buffers:
             self._buffers[layer_idx].truncate(num_entries)
@@ -192,25 +196,27 @@ class CompressedCache:
             CacheStateError: layers have seen different tokens.
         """
         self.check_complete()
-        self.entries.batch_select_indices(indices)
-        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        chosen = self.entries.checked_rows(indices).to(torch.int64)
         on_device = chosen.to(self.device)
         states = [state.select_rows(on_device) for state in self.states]
         buffers = {i: buffer.select_rows(on_device) for i, buffer in self._buffers.items()}
-        self.states, self._buffers = states, buffers
-        self.token_ids = self.token_ids[chosen.cpu()]
+        token_ids = self.token_ids[chosen.cpu()]
+        self.entries.batch_select_indices(chosen)  # the last that may fail
+        self.states, self._buffers, self.token_ids = states, buffers, token_ids
 
-    def rewind(self, num_tokens: int) -> Tensor:
-        """Keep the entries of the first `num_tokens` tokens, and go back far enough to rebuild the
-        small states.
+    @contextmanager
+    def rewound(self, num_tokens: int) -> Iterator[Tensor]:
+        """Cut to `num_tokens` tokens: in the block, go back further, far enough to rebuild the
+        small states; if it fails, the cache is as before.
 
         Recent keys, open windows and overlaps at `num_tokens` come from the layers' inputs there,
         which nobody keeps. They depend on few tokens: each layer sees `sliding_window` raw tokens
-        back, and compressed entries are still there.
+        back, and compressed entries are still there: none is written again, none dropped before
+        the block is done.
 
-        Returns:
-            (batch, tokens) ids: feeding them to the model, whose outputs for them are of no use,
-            brings the cache to `num_tokens`.
+        Yields:
+            (batch, tokens) ids that the block feeds to the model, whose outputs for them are of no
+            use; this brings the cache to `num_tokens`.
         Raises:
             LayoutError: more tokens than this cache has read.
         """
@@ -218,16 +224,21 @@ class CompressedCache:
             raise LayoutError(
                 f"{num_tokens} tokens to keep: this cache has read {self.token_ids.shape[1]}"
             )
-        start = self._replay_start(num_tokens)
-        for layer_idx, kind in enumerate(self.geometry.layer_kinds):
-            ratio = self.geometry.ratio_of(kind)
-            if ratio:
-                self._truncate(layer_idx, num_tokens // ratio)
-            made = CompressorState(num_entries=start // ratio if ratio else 0)
-            self.states[layer_idx] = LayerState(num_tokens=start, compressor=made, indexer=made)
-        replay = self.token_ids[:, start:num_tokens]
-        self.token_ids = self.token_ids[:, :start]
-        return replay
+        before, start = (self.states, self.token_ids), self._replay_start(num_tokens)
+        ratios = [self.geometry.ratio_of(kind) for kind in self.geometry.layer_kinds]
+        made = [CompressorState(num_entries=start // ratio if ratio else 0) for ratio in ratios]
+        try:
+            self._is_rewound = True
+            self.states = [LayerState(num_tokens=start, compressor=m, indexer=m) for m in made]
+            self.token_ids = self.token_ids[:, :start]
+            yield before[1][:, start:num_tokens]
+        except BaseException:
+            self.states, self.token_ids = before
+            raise
+        finally:
+            self._is_rewound = False
+        for layer_idx, state in enumerate(self.states):
+            self._truncate(layer_idx, state.compressor.num_entries)
 
     def _replay_start(self, num_tokens: int) -> int:
         geometry = self.geometry

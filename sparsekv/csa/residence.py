@@ -28,22 +28,22 @@ def find(view: KVView, indices: Tensor) -> tuple[Tensor, Tensor]:
     size = view.key.shape[3]
     # The last segment that starts at or before the entry. Segments start anywhere in the window's
     # view, at multiples of their size elsewhere.
-    segment = torch.searchsorted(view.positions, indices, right=True) - 1
+    segment = torch.searchsorted(view.positions, indices.contiguous(), right=True) - 1
     start = view.positions[segment.clamp(min=0)]
     is_here = (segment >= 0) & (indices >= start) & (indices < start + size)
     return torch.where(is_here, segment, 0), is_here
 
 
-def gather(view: KVView, indices: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Collect the selected entries that a view holds, on the device where they lie.
+def slots(view: KVView, indices: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Where in a view the selected entries lie that it holds.
 
     Args:
         view: (N, rows, 1, S, D) entries, K = V.
         indices: (batch, tokens, k) int64 on the CPU; -1 = absent.
     Returns:
-        gathered (batch, tokens, most, D) and is_valid (batch, tokens, most) bool, on the view's
-        device, where `most` is the largest number of entries that a token selects here; None if no
-        token selects any.
+        slot (batch, tokens, most) int64, for `entries_at`, and is_valid (batch, tokens, most) bool,
+        on the CPU, where `most` is the largest number of entries that a token selects here; slot is
+        0 where is_valid is False. None if no token selects any.
     """
     segment, is_here = find(view, indices)
     most = int(is_here.sum(-1).max()) if is_here.numel() else 0
@@ -52,11 +52,32 @@ def gather(view: KVView, indices: Tensor) -> tuple[Tensor, Tensor] | None:
     # Those here first, in their order; the rest of each row is cut off or marked.
     order = torch.argsort((~is_here).to(torch.uint8), dim=-1, stable=True)[..., :most]
     segment, is_valid = segment.gather(-1, order), is_here.gather(-1, order)
-    chosen = torch.where(is_valid, indices.gather(-1, order), 0)
-    offset = torch.where(is_valid, chosen - view.positions[segment], 0)
+    offset = indices.gather(-1, order) - view.positions[segment]
     rows = torch.arange(indices.shape[0])[:, None, None].expand_as(segment)
     if view.row_table is not None:
         rows = view.row_table[segment, rows]
-    device = view.key.device
-    entries = view.key[segment.to(device), rows.to(device), 0, offset.to(device)]  # [B, T, most, D]
-    return entries, is_valid.to(device)
+    num_rows, size = view.key.shape[1], view.key.shape[3]
+    slot = (segment * num_rows + rows) * size + offset
+    return torch.where(is_valid, slot, 0), is_valid
+
+
+def entries_at(view: KVView, slot: Tensor) -> Tensor:
+    """The entries (..., D) in slots (...) of a view, on the device where they lie."""
+    num_rows, size = view.key.shape[1], view.key.shape[3]
+    slot = slot.to(view.key.device)
+    segment, row = slot // (num_rows * size), slot // size % num_rows
+    return view.key[segment, row, 0, slot % size]
+
+
+def gather(view: KVView, indices: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Collect the selected entries that a view holds, on the device where they lie.
+
+    Returns:
+        gathered (batch, tokens, most, D) and is_valid (batch, tokens, most) bool, as in `slots`; on
+        the view's device.
+    """
+    found = slots(view, indices)
+    if found is None:
+        return None
+    slot, is_valid = found
+    return entries_at(view, slot), is_valid.to(view.key.device)

@@ -98,9 +98,7 @@ def randomized(config: DeepseekV4Config, seed: int = 0) -> Any:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
-                draws = [
-                    torch.randperm(config.n_routed_experts, generator=random) for _ in buffer
-                ]
+                draws = [torch.randperm(config.n_routed_experts, generator=random) for _ in buffer]
                 buffer.copy_(torch.stack(draws)[:, : buffer.shape[1]])
     model.set_experts_implementation("eager")
     return model
@@ -211,8 +209,7 @@ def reference_output(model: Any, module: Any, hidden: Tensor, stored: Any = None
         x.indexer = reference.Indexer(
             compressor=_compressor(hidden, indexer),
             query=_linear(residual, indexer.q_b_proj).unflatten(-1, (-1, config.index_head_dim)),
-            head_weights=_linear(hidden, indexer.scorer.weights_proj)
-            * config.index_n_heads**-0.5,
+            head_weights=_linear(hidden, indexer.scorer.weights_proj) * config.index_n_heads**-0.5,
             topk=config.index_topk,
         )
     out, _ = reference.attention(x)
