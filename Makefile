@@ -27,8 +27,10 @@ test: $(INSTALLED) ## Run the default tests (two CPU cores, no GPU needed)
 test-slow: $(INSTALLED) ## Run the tests on real weights and long runs
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
-test-models: $(INSTALLED) ## Run the tests of the model layer alone
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/models $(PYTEST_ARGS)
+MODEL_TESTS := tests/models tests/kernels tests/csa tests/test_cli_deepseek_v4.py
+
+test-models: $(INSTALLED) ## Run the tests that depend on transformers
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(MODEL_TESTS) $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .

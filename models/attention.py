@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -91,7 +92,7 @@ def sparsekv_attention(
         out = _attend(handle, query.detach(), scaling, attention_mask).to(query.dtype)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoBackward.apply(out, query)
-    return out.transpose(1, 2).contiguous(), None  # [B, T, H, D]
+    return rearrange(out, "b h t d -> b t h d").contiguous(), None
 
 
 def _attend(handle: KVHandle, query: Tensor, scaling: float, attention_mask: Any) -> Tensor:

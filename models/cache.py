@@ -198,10 +198,14 @@ class SparseKVCache(OwnedCache):
         self.owner.check_open()
         self.store.reserve(num_tokens)
 
-    def roll_back(self, num_tokens: int) -> None:
-        """Cut every layer to `num_tokens`; layers that slide cannot go back, and stay."""
+    def mark(self) -> int:
+        """The number of tokens."""
+        return self.get_seq_length()
+
+    def roll_back(self, mark: int) -> None:
+        """Cut every layer to `mark` tokens; layers that slide cannot go back, and stay."""
         if not self.foreign_layers:
-            self.store.crop(num_tokens)
+            self.store.crop(mark)
 
     def stats(self) -> CacheStats | None:
         """Tokens and bytes per region; None before the first keys."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from sparsekv.csa.cache import CompressedCache
+from sparsekv.csa.cache import CompressedCache, Mark
 from sparsekv.engine.config import CacheConfig
 from sparsekv.errors import CacheStateError, CapacityError, LayoutError, UnsupportedModelError
 from sparsekv.format.compressed import CompressedGeometry
@@ -86,7 +86,7 @@ class CompressedStore:
             )
         self._reserved_tokens = num_tokens
         if self.cache is not None:
-            self.cache.entries.reserve(num_tokens // self.geometry.csa_ratio)
+            self.cache.reserve(num_tokens)
 
     def new(self, batch_size: int, device: torch.device) -> CompressedCache:
         """An empty cache as the config says."""
@@ -99,7 +99,7 @@ class CompressedStore:
         if self.cache is None:
             cache = self.new(batch_size, device)
             if self._reserved_tokens:
-                cache.entries.reserve(self._reserved_tokens // self.geometry.csa_ratio)
+                cache.reserve(self._reserved_tokens)
             self.cache = cache
         return self.cache
 
@@ -248,10 +248,16 @@ class CompressedKVCache(OwnedCache):
             if replay.shape[1]:
                 self._replay(replay.to(cache.device), self)
 
-    def roll_back(self, num_tokens: int) -> None:
-        """Nothing is cut: going back would run the model inside an error's handling. A cache that
-        was interrupted between layers says so, and `crop` brings it back.
-        """
+    def mark(self) -> Mark | None:
+        """Where the sequences are; None before the first keys."""
+        return None if self.store.cache is None else self.store.cache.mark()
+
+    def roll_back(self, mark: Mark | None) -> None:
+        """Drop what came after `mark`; sequences that were selected anew since (beams) stay."""
+        if mark is None:
+            self.store.cache = None
+        elif self.store.cache is not None:
+            self.store.cache.return_to(mark)
 
     def reset(self) -> None:
         """Forget every token. The regions return to the pool; the next keys may bring another

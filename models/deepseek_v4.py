@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from sparsekv.csa.compressor import CompressorWeights
@@ -140,8 +141,8 @@ def attention_forward(
     with torch.no_grad():
         new = _layer_input(module, hidden_states, *position_embeddings[module.rope_layer_type])
         out = attend_compressed(cache.store_for(module, new.kv), module.layer_idx, new)
-    out = out.to(hidden_states.dtype).transpose(1, 2)  # [B, T, H, D]
-    grouped = out.reshape(*hidden_states.shape[:-1], module.config.o_groups, -1)
+    out = out.to(hidden_states.dtype)
+    grouped = rearrange(out, "b (g h) t d -> b t g (h d)", g=module.config.o_groups)
     return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
 
 
@@ -187,7 +188,7 @@ def _widened(x: Tensor) -> Tensor:
 
 def _split_heads(x: Tensor, head_dim: int) -> Tensor:
     """(batch, tokens, heads * head_dim) -> (batch, heads, tokens, head_dim)"""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return rearrange(x, "b t (h d) -> b h t d", d=head_dim)
 
 
 class _Frequencies:

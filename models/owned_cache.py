@@ -68,8 +68,12 @@ class OwnedCache(Cache):
         """
 
     @abstractmethod
-    def roll_back(self, num_tokens: int) -> None:
-        """Go back to `num_tokens` tokens after an error, where that is possible."""
+    def mark(self) -> Any:
+        """Where the cache is now, for `roll_back`."""
+
+    @abstractmethod
+    def roll_back(self, mark: Any) -> None:
+        """Go back to `mark` after an error, where that is possible."""
 
     @abstractmethod
     def stats(self) -> Any:

@@ -169,11 +169,11 @@ class Patched:
             return generate(*args, **kwargs)
         self._set_latest(cache)
         cache.reserve(call.max_cached_tokens)
-        length = cache.get_seq_length()
+        mark = cache.mark()
         try:
             return generate(*args, **kwargs)
         except BaseException:
-            self._roll_back(cache, length)
+            self._roll_back(cache, mark)
             raise
         finally:
             self._remember(cache)
@@ -191,12 +191,12 @@ class Patched:
                 )
             call.cache.check_complete()
 
-    def _roll_back(self, cache: OwnedCache, length: int) -> None:
+    def _roll_back(self, cache: OwnedCache, mark: Any) -> None:
         """After an error or Ctrl-C the caller's cache is what it was before the call, where its
         layers can go back.
         """
         if self._is_open:
-            cache.roll_back(length)
+            cache.roll_back(mark)
 
     def _set_latest(self, cache: OwnedCache) -> None:
         with self._lock:

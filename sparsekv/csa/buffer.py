@@ -9,7 +9,7 @@ from sparsekv.device import Accelerator
 
 
 class GrowingBuffer:
-    """(batch, entries, dim) with room for as many again when it is full."""
+    """(batch, entries, dim) with room for what is expected, or half as many again when full."""
 
     def __init__(
         self, accelerator: Accelerator, batch_size: int, dim: int, dtype: torch.dtype
@@ -17,6 +17,8 @@ class GrowingBuffer:
         self._accelerator = accelerator
         self._storage = accelerator.empty((batch_size, 0, dim), dtype)
         self._length = 0
+        self.expected = 0
+        """Entries to make room for when it next grows."""
 
     def __len__(self) -> int:
         return self._length
@@ -37,7 +39,8 @@ class GrowingBuffer:
         if length > self._storage.shape[1]:
             batch, capacity, dim = self._storage.shape
             storage = self._accelerator.empty(
-                (batch, max(length, 2 * capacity), dim), self._storage.dtype
+                (batch, max(length, self.expected, capacity + capacity // 2), dim),
+                self._storage.dtype,
             )
             storage[:, : self._length] = self.entries
             self._storage = storage
@@ -55,5 +58,5 @@ class GrowingBuffer:
         other = GrowingBuffer(self._accelerator, len(indices), dim, dtype)
         other._storage = self._accelerator.empty((len(indices), capacity, dim), dtype)
         other._storage[:, : self._length] = self.entries.index_select(0, indices)
-        other._length = self._length
+        other._length, other.expected = self._length, self.expected
         return other

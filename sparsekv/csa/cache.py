@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ from sparsekv.format.compressed import LAYER_KINDS, CompressedGeometry, LayerKin
 from sparsekv.format.statistics import CompressedStats, KindStats
 from sparsekv.regions import RegionPool
 from sparsekv.roofline import ShareRouter
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment of a cache."""
+
+    states: list[LayerState]
+    token_ids: Tensor
+    num_selections: int
+    """Row selections so far: each makes other sequences of them."""
 
 
 class CompressedCache:
@@ -56,6 +67,7 @@ class CompressedCache:
         self._start(spec.batch_size)
 
     def _start(self, batch_size: int) -> None:
+        self._num_selections = 0
         self.states = [LayerState() for _ in self.geometry.layer_kinds]
         self.token_ids = torch.zeros(batch_size, 0, dtype=torch.int64)
         """(batch, tokens) int64 on the CPU: what was read, to rebuild small states after a crop."""
@@ -71,6 +83,31 @@ class CompressedCache:
         is_hca = self.geometry.layer_kinds[layer_idx] == "hca"
         dim = self.geometry.head_dim if is_hca else self.geometry.index_head_dim
         return GrowingBuffer(self.entries.accelerator, batch_size, dim, self.geometry.dtype)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make sure that sequences of `num_tokens` fit, and that buffers grow to that size at once.
+
+        Raises:
+            CapacityError: over `max_tokens`, or more than may still be committed.
+        """
+        self.entries.reserve(num_tokens // self.geometry.csa_ratio)
+        for layer_idx, buffer in self._buffers.items():
+            buffer.expected = num_tokens // self.geometry.ratio_of(
+                self.geometry.layer_kinds[layer_idx]
+            )
+
+    def mark(self) -> Mark:
+        """Where the sequences are now, for `return_to`. Costs nothing: states are never written in
+        place.
+        """
+        return Mark(list(self.states), self.token_ids, self._num_selections)
+
+    def return_to(self, mark: Mark) -> None:
+        """Drop what came after `mark`, if the sequences are still the same ones."""
+        if mark.num_selections == self._num_selections:
+            self.states, self.token_ids = list(mark.states), mark.token_ids
+            for layer_idx, state in enumerate(self.states):
+                self._truncate(layer_idx, state.compressor.num_entries)
 
     def adopt(
         self, states: list[LayerState], buffers: dict[int, GrowingBuffer], token_ids: Tensor
@@ -203,6 +240,7 @@ class CompressedCache:
         token_ids = self.token_ids[chosen.cpu()]
         self.entries.batch_select_indices(chosen)  # the last that may fail
         self.states, self._buffers, self.token_ids = states, buffers, token_ids
+        self._num_selections += 1
 
     @contextmanager
     def rewound(self, num_tokens: int) -> Iterator[Tensor]:

@@ -52,7 +52,14 @@ def check_continues(patched: Any, cache: Any, rows: Any = slice(None), past: int
 # Lengths and cuts
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(0.0, marks=pytest.mark.slow),
+        0.3,
+        pytest.param(1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_prefill_of_every_length_then_decode(patch: Any, share: float) -> None:
     patched, ids = patch(cpu_share=share), zoo.token_ids(2, 60)
     expected = zoo.expected_logits("tiny", 2, 60)
@@ -274,13 +281,13 @@ def test_rows_are_reordered_selected_and_repeated(patch: Any) -> None:
         check_continues(patched, twin, rows, past=23)
 
 
-def test_crop_to_every_length(patch: Any) -> None:
+def test_crop_to_many_lengths(patch: Any) -> None:
     patched, ids = patch(), zoo.token_ids(2, 90)
     expected = zoo.expected_logits("tiny", 2, 90)
     full = patched.new_cache()
     zoo.forward_in(patched.model, ids[:, :84], full, [70, *[1] * 14])
     assert full.store.cache._replay_start(84) > 0  # what the last tokens depend on is not all
-    for length in range(85):
+    for length in [*range(0, 85, 7), *range(78, 85)]:
         cache = copy.deepcopy(full)
         cache.crop(length - 84)
         assert cache.get_seq_length() == length
@@ -405,13 +412,26 @@ def test_generate_works_after_an_interruption(patch: Any) -> None:
                 patched.model.generate(ids, **given, **settings)
             stopper.handle.remove()
         assert torch.equal(patched.model.generate(ids, **settings), expected)
-        if layer_idx:
-            with pytest.raises(CacheStateError, match="crop"):
-                patched.model.generate(ids, **{compat.CACHE_KW: cache}, **settings)
-        cache.crop(-100)
+        assert cache.get_seq_length() == 0
         got = patched.model.generate(ids, **{compat.CACHE_KW: cache}, **settings)
         assert torch.equal(got, expected)
         cache.reset()
+
+
+@pytest.mark.parametrize("layer_idx", range(4))
+def test_a_chat_is_as_before_after_an_interrupted_answer(patch: Any, layer_idx: int) -> None:
+    patched = patch()
+    cache = patched.new_cache()
+    ids = zoo.token_ids(2, 60)
+    zoo.forward(patched.model, ids[:, :30], cache)
+    stopper = Stopper(patched.model, layer_idx, "end", calls=4)
+    with pytest.raises(StopHere):
+        patched.model.generate(
+            ids[:, :33], max_new_tokens=9, do_sample=False, **{compat.CACHE_KW: cache}
+        )
+    stopper.handle.remove()
+    assert cache.get_seq_length() == 30
+    check_continues(patched, cache)
 
 
 def _mask(ids: torch.Tensor, hidden: int) -> torch.Tensor:
