@@ -13,10 +13,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.csa.cache import CompressedCache, Mark
 from sparsekv.engine.config import CacheConfig
-from sparsekv.errors import CacheStateError, CapacityError, LayoutError, UnsupportedModelError
+from sparsekv.errors import CacheStateError, LayoutError, UnsupportedModelError
 from sparsekv.format.compressed import CompressedGeometry
 from sparsekv.models.owned_cache import OwnedCache, as_indices
-from sparsekv.models.store import CacheOwner
+from sparsekv.models.store import CacheOwner, check_limit
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -77,13 +77,7 @@ class CompressedStore:
 
     def reserve(self, num_tokens: int) -> None:
         """Make sure that sequences of `num_tokens` fit; see `OwnedCache.reserve`."""
-        limit = self.config.max_tokens
-        if limit is not None and num_tokens > limit:
-            raise CapacityError(
-                f"this call may reach {num_tokens} cached tokens, over max_tokens={limit}; raise "
-                "max_tokens in CacheConfig or new_cache, shorten the prompt, or lower "
-                "max_new_tokens"
-            )
+        check_limit(self.config, num_tokens)
         self._reserved_tokens = num_tokens
         if self.cache is not None:
             self.cache.reserve(num_tokens)
@@ -176,12 +170,7 @@ class CompressedKVCache(OwnedCache):
                 "DeepSeek-V4 without input_ids: its hash-routed layers need them; pass input_ids"
             )
         past, (batch_size, num_tokens) = self.get_seq_length(), input_ids.shape
-        limit = self.store.config.max_tokens
-        if limit is not None and past + num_tokens > limit:
-            raise CapacityError(
-                f"{past + num_tokens} tokens: over max_tokens={limit}; raise max_tokens or shorten "
-                "the prompt and max_new_tokens"
-            )
+        check_limit(self.store.config, past + num_tokens)
         _check_mask(attention_mask)
         # Reading masks and positions waits for a GPU: worth it for a prompt, not for each token.
         if num_tokens > 1 or input_ids.device.type == "cpu":

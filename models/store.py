@@ -119,13 +119,7 @@ class RegionStore:
         Raises:
             CapacityError: over `max_tokens`, or over the machine's memory.
         """
-        limit = self.config.max_tokens
-        if limit is not None and num_tokens > limit:
-            raise CapacityError(
-                f"this call may reach {num_tokens} cached tokens, over max_tokens={limit}; raise "
-                "max_tokens in CacheConfig or new_cache, shorten the prompt, or lower "
-                "max_new_tokens"
-            )
+        check_limit(self.config, num_tokens)
         self._reserved_tokens = num_tokens
         if self.cache is not None:
             self.cache.reserve(num_tokens)
@@ -206,6 +200,16 @@ class RegionStore:
         twin.cache = copy.deepcopy(self.cache, memo)
         twin._reserved_tokens = self._reserved_tokens
         return twin
+
+
+def check_limit(config: CacheConfig, num_tokens: int) -> None:
+    """Raise CapacityError if sequences of `num_tokens` are longer than the user allows."""
+    if config.max_tokens is not None and num_tokens > config.max_tokens:
+        raise CapacityError(
+            f"this call may reach {num_tokens} cached tokens, over max_tokens={config.max_tokens}; "
+            "raise max_tokens in CacheConfig or new_cache, shorten the prompt, or lower "
+            "max_new_tokens"
+        )
 
 
 def with_max_tokens(config: CacheConfig, max_tokens: int | None) -> CacheConfig:
