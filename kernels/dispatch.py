@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.errors import LayoutError
-from sparsekv.kernels import torch_ops
+from sparsekv.kernels import cpu, torch_ops
 from sparsekv.kernels.reference.compressor import carried_series, compress
 from sparsekv.kernels.reference.entry_format import unpack_entries
 from sparsekv.kernels.reference.rotary import apply_rotary
@@ -76,7 +76,7 @@ class GatheredAttention(Protocol):
 
 
 _PARTIAL_ATTENTION: dict[str, PartialAttention] = {
-    "cpu": torch_ops.partial_attention,
+    "cpu": cpu.partial_attention,
     "cuda": torch_ops.partial_attention,
 }
 _LIGHTNING_INDEXER: dict[str, LightningIndexer] = {

@@ -1,4 +1,4 @@
-"""Partial attention: the definition against plain softmax, the implementation against it."""
+"""Partial attention: the definition against plain softmax, the implementations against it."""
 
 import importlib
 import math
@@ -11,17 +11,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_ops import NATIVE_OPS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekv.errors import LayoutError
-from sparsekv.kernels import reference
+from sparsekv.kernels import cpu, reference
 from sparsekv.kernels.dispatch import partial_attention_for
 from sparsekv.kernels.torch_ops import partial_attention
 
 torch_ops = importlib.import_module("sparsekv.kernels.torch_ops.partial_attention")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NAN = torch.nan
+IMPLEMENTATIONS = [pytest.param(partial_attention, id="torch"), *NATIVE_OPS]
+ALL_OPS = [pytest.param(reference.partial_attention, id="reference"), *IMPLEMENTATIONS]
+
+every_implementation = pytest.mark.parametrize("op", IMPLEMENTATIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -142,10 +147,10 @@ def plain_attention(case: Case) -> tuple[Tensor, Tensor]:
     return weights @ values, torch.logsumexp(scores, dim=-1)
 
 
-def check(case: Case) -> tuple[Tensor, Tensor]:
+def check(case: Case, op: Any = partial_attention) -> tuple[Tensor, Tensor]:
     """The op errs at most twice as much as plain torch does; returns what the op gave."""
     before = [t.clone() for t in (case.query, case.key, case.value)]
-    result = case.run(partial_attention)  # before the reference, so that it cannot find its result
+    result = case.run(op)  # before the reference, so that it cannot find its result
     truth = case.double().run(reference.partial_attention)
     plain = plain_attention(case)
     for old, new in zip(before, (case.query, case.key, case.value), strict=True):
@@ -185,13 +190,17 @@ def test_the_reference_is_softmax_attention(seed: int, num_queries: int, rows: i
 # Implementations against it
 
 
+@every_implementation
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", [1, 3, 5, 7, 8, 12])
-def test_group_sizes_and_dtypes_match_the_reference(dtype: torch.dtype, group_size: int) -> None:
-    check(make_case(dtype, group_size=group_size, num_queries=1))
-    check(make_case(dtype, group_size=group_size, num_queries=7, cut=True))
+def test_group_sizes_and_dtypes_match_the_reference(
+    op: Any, dtype: torch.dtype, group_size: int
+) -> None:
+    check(make_case(dtype, group_size=group_size, num_queries=1), op)
+    check(make_case(dtype, group_size=group_size, num_queries=7, cut=True), op)
 
 
+@every_implementation
 @settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 2**31),
@@ -206,6 +215,7 @@ def test_group_sizes_and_dtypes_match_the_reference(dtype: torch.dtype, group_si
     late=st.integers(-9, 3),
 )
 def test_blocks_tables_and_masks_do_not_change_the_result(
+    op: Any,
     seed: int,
     dtype: torch.dtype,
     workspace: int,
@@ -231,7 +241,7 @@ def test_blocks_tables_and_masks_do_not_change_the_result(
         case = case.given(key_mask=padding(case, lengths))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_ops, "WORKSPACE_BYTES", workspace)
-        check(case)
+        check(case, op)
 
 
 @settings(deadline=None, max_examples=100)
@@ -268,30 +278,33 @@ def test_4d_masks_replace_the_causal_rule(
         check(case)
 
 
+@every_implementation
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_queries", [1, 4])
-def test_shared_keys_and_values(dtype: torch.dtype, num_queries: int) -> None:
+def test_shared_keys_and_values(op: Any, dtype: torch.dtype, num_queries: int) -> None:
     shape = {"num_kv_heads": 1, "group_size": 16, "head_dim": 36, "head_dim_v": 32}
-    check(make_case(dtype, num_queries=num_queries, shared_kv=True, **shape))
+    check(make_case(dtype, num_queries=num_queries, shared_kv=True, **shape), op)
 
 
+@every_implementation
 @pytest.mark.parametrize(("segments", "tokens"), [(1, 1), (1, 257), (17, 16), (2, 256), (300, 1)])
 @pytest.mark.parametrize("num_queries", [1, 3])
-def test_few_many_and_uneven_tokens(segments: int, tokens: int, num_queries: int) -> None:
+def test_few_many_and_uneven_tokens(op: Any, segments: int, tokens: int, num_queries: int) -> None:
     num_queries = min(num_queries, segments * tokens)
-    check(make_case(segments=segments, tokens=tokens, num_queries=num_queries))
+    check(make_case(segments=segments, tokens=tokens, num_queries=num_queries), op)
 
 
-def test_new_keys_in_the_order_of_a_model() -> None:
+@every_implementation
+def test_new_keys_in_the_order_of_a_model(op: Any) -> None:
     case = make_case(segments=1, tokens=40, num_queries=40)
     transposed = [
         t[0].transpose(1, 2).contiguous().transpose(1, 2)[None] for t in (case.key, case.value)
     ]
-    check(replace(case, key=transposed[0], value=transposed[1]))
+    check(replace(case, key=transposed[0], value=transposed[1]), op)
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-@pytest.mark.parametrize("op", [reference.partial_attention, partial_attention])
+@pytest.mark.parametrize("op", ALL_OPS)
 def test_no_keys_give_zero_and_minus_infinity(op: Any, tokens: int) -> None:
     case = make_case(segments=3 if tokens == 0 else 0, tokens=tokens, num_queries=2)
     out, lse = case.given(query_start=0).run(op)
@@ -299,55 +312,59 @@ def test_no_keys_give_zero_and_minus_infinity(op: Any, tokens: int) -> None:
     assert torch.equal(lse, torch.full((2, 6, 2), -torch.inf))
 
 
-@pytest.mark.parametrize("op", [reference.partial_attention, partial_attention])
+@pytest.mark.parametrize("op", ALL_OPS)
 def test_no_queries_give_no_results(op: Any) -> None:
     out, lse = make_case(num_queries=0).run(op)
     assert out.shape == (2, 6, 0, 12)
     assert lse.shape == (2, 6, 0)
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_leaves_others_alone() -> None:
+@every_implementation
+def test_a_query_that_sees_nothing_gives_zero_and_leaves_others_alone(op: Any) -> None:
     case = make_case(num_queries=8, segments=2, tokens=4)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     mask[..., 4:, :] = False
-    out, lse = check(case.given(mask=mask))
+    out, lse = check(case.given(mask=mask), op)
     assert torch.equal(out[:, :, 4:], torch.zeros(2, 6, 4, 12))
     assert (lse[:, :, 4:] == -torch.inf).all()
     assert lse[:, :, :4].isfinite().all()
 
 
-def test_the_causal_rule_shows_a_query_its_own_key_and_no_later_one() -> None:
+@every_implementation
+def test_the_causal_rule_shows_a_query_its_own_key_and_no_later_one(op: Any) -> None:
     case = make_case(batch=1, segments=2, tokens=3, num_queries=6).given(query_start=0)
-    whole, _ = case.run(partial_attention)
+    whole, _ = case.run(op)
     for t in range(6):
         later = case.positions[:, None] + torch.arange(3) > t  # [N, W]
         key, value = (
             x.masked_fill(later[:, None, None, :, None], NAN) for x in (case.key, case.value)
         )
         one = replace(case, query=case.query[:, :, t : t + 1], key=key, value=value)
-        out, _ = one.given(query_start=t).run(partial_attention)
+        out, _ = one.given(query_start=t).run(op)
         torch.testing.assert_close(out, whole[:, :, t : t + 1])
 
 
-def test_ties_share_the_weight() -> None:
+@every_implementation
+def test_ties_share_the_weight(op: Any) -> None:
     case = make_case()
     case = replace(case, key=torch.ones_like(case.key), query=torch.ones_like(case.query))
-    out, lse = check(case)
+    out, lse = check(case, op)
     values = case.value.float().mean(dim=(0, 3))  # [B, G, V]
     torch.testing.assert_close(out[:, :, 0], values.repeat_interleave(3, 1))
     assert torch.allclose(lse, torch.full_like(lse, 8 * case.scale + math.log(15)))
 
 
+@every_implementation
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_large_scores_stay_finite(dtype: torch.dtype) -> None:
+def test_large_scores_stay_finite(op: Any, dtype: torch.dtype) -> None:
     case = replace(make_case(dtype, head_dim=64, num_queries=4), scale=1 / 8)
     large = 20.0 if dtype == torch.float16 else 133120.0
     case = replace(case, key=torch.full_like(case.key, large))
     case = replace(case, query=torch.full_like(case.query, large))
-    out, lse = check(case)
+    out, lse = check(case, op)
     assert out.isfinite().all()
     assert lse.isfinite().all()
-    out, _ = check(replace(case, query=-case.query))
+    out, _ = check(replace(case, query=-case.query), op)
     assert out.isfinite().all()
 
 
@@ -390,22 +407,23 @@ def test_nan_in_masked_slots_never_reaches_an_output(
     torch.testing.assert_close(lse, want_lse)
 
 
+@every_implementation
 @pytest.mark.parametrize("workspace", [600, 2**24])
 def test_unwritten_slots_after_the_query_never_reach_an_output(
-    workspace: int, monkeypatch: pytest.MonkeyPatch
+    op: Any, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_ops, "WORKSPACE_BYTES", workspace)
     clean = make_case(segments=4, num_queries=6).given(query_start=4)  # sees 0..9 of 0..19
     unwritten = (clean.positions[:, None] + torch.arange(5) > 9)[:, None, None, :, None]
     key, value = (t.masked_fill(unwritten, NAN) for t in (clean.key, clean.value))
-    out, lse = replace(clean, key=key, value=value).run(partial_attention)
-    want_out, want_lse = check(clean)
+    out, lse = replace(clean, key=key, value=value).run(op)
+    want_out, want_lse = check(clean, op)
     assert out.isfinite().all()
     torch.testing.assert_close(out, want_out)
     torch.testing.assert_close(lse, want_lse)
 
 
-@pytest.mark.parametrize("op", [reference.partial_attention, partial_attention])
+@pytest.mark.parametrize("op", ALL_OPS)
 @pytest.mark.parametrize("workspace", [600, 2**24])
 @pytest.mark.parametrize("junk", [NAN, torch.inf])
 @pytest.mark.parametrize("masked", [False, True])
@@ -433,7 +451,7 @@ def test_nan_in_a_visible_value_shows_for_those_who_see_it(
     assert torch.equal(~out.isfinite(), shown)
 
 
-@pytest.mark.parametrize("op", [reference.partial_attention, partial_attention])
+@pytest.mark.parametrize("op", ALL_OPS)
 @pytest.mark.parametrize("workspace", [600, 2**24])
 @pytest.mark.parametrize("junk", [NAN, torch.inf])
 def test_nan_in_a_visible_key_shows_for_those_who_see_it(
@@ -540,7 +558,7 @@ def test_keys_that_no_query_sees_cost_nothing(
 
 
 def test_dispatch_answers_for_every_device_or_says_so() -> None:
-    for device in ("cpu", "cuda"):
-        assert partial_attention_for(torch.device(device)) is partial_attention
+    assert partial_attention_for(torch.device("cpu")) is cpu.partial_attention
+    assert partial_attention_for(torch.device("cuda")) is partial_attention
     with pytest.raises(LayoutError, match=r"device=meta.*runs on cpu or cuda"):
         partial_attention_for(torch.device("meta"))

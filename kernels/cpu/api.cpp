@@ -1,0 +1,81 @@
+#include "api.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "partial_attention.h"
+#include "pool.h"
+
+namespace sparsekv {
+
+namespace {
+
+// Both read the processor and what the system saves of it; nothing of the sets themselves runs.
+bool has_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
+bool has_avx512() {
+#if defined(__x86_64__)
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
+
+const Kernel* best_kernel() {
+  return has_avx512() ? avx512_kernel : has_avx2() ? avx2_kernel : portable_kernel;
+}
+
+std::atomic<const Kernel*>& kernel_in_use() {
+  static std::atomic<const Kernel*> kernel{best_kernel()};
+  return kernel;
+}
+
+}  // namespace
+
+}  // namespace sparsekv
+
+using namespace sparsekv;
+
+int32_t sparsekv_partial_attention(const sparsekv_partial_attention_call* call) {
+  if (!call) return SPARSEKV_BAD_ARGUMENT;
+  const int32_t wrong = check(*call);
+  if (wrong != SPARSEKV_OK) return wrong;
+  try {
+    partial_attention(*call, *kernel_in_use().load());
+  } catch (...) {  // of whatever kind: nothing may leave a C interface
+    return SPARSEKV_NO_MEMORY;
+  }
+  return SPARSEKV_OK;
+}
+
+int32_t sparsekv_interface(void) { return SPARSEKV_INTERFACE; }
+
+const char* sparsekv_isa(void) { return kernel_in_use().load()->name; }
+
+int32_t sparsekv_set_isa(const char* name) {
+  const Kernel* candidates[] = {has_avx512() ? avx512_kernel : nullptr,
+                                has_avx2() ? avx2_kernel : nullptr, portable_kernel};
+  for (const Kernel* kernel : candidates) {
+    if (kernel && (!name || std::strcmp(kernel->name, name) == 0)) {
+      kernel_in_use() = kernel;
+      return SPARSEKV_OK;
+    }
+  }
+  return SPARSEKV_NO_SUCH_ISA;
+}
+
+int32_t sparsekv_threads(void) { return thread_count(); }
+
+int32_t sparsekv_set_threads(int32_t threads) {
+  if (threads < 0 || threads > 4096) return SPARSEKV_BAD_ARGUMENT;
+  set_thread_count(threads);
+  return SPARSEKV_OK;
+}

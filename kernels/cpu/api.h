@@ -1,0 +1,58 @@
+// The library's C interface: plain structs and error codes, nothing of Python or torch.
+#pragma once
+
+#include <stdint.h>
+
+#define SPARSEKV_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Counted up when anything below changes its meaning; checked by who loads the library.
+#define SPARSEKV_INTERFACE 1
+
+enum {
+  SPARSEKV_OK = 0,
+  SPARSEKV_BAD_ARGUMENT = 1,    // a size, dtype or pointer that cannot be
+  SPARSEKV_BAD_ROW = 2,         // an entry of the row table is no row
+  SPARSEKV_BAD_POSITION = 3,    // a position is out of range, or beyond the key mask
+  SPARSEKV_NO_MEMORY = 4,       // the workspace does not fit
+  SPARSEKV_NO_SUCH_ISA = 5,     // unknown, or not of this processor
+};
+
+// Strides count elements. The numbers of one token, or of one query, lie next to each other.
+struct sparsekv_partial_attention_call {
+  const float* query;       // (batch, num_heads, num_queries, head_dim)
+  const void* key;          // (num_segments, rows, num_kv_heads, tokens, head_dim)
+  const void* value;        // (num_segments, rows, num_kv_heads, tokens, head_dim_v)
+  const int64_t* positions; // (num_segments,)
+  const int64_t* row_table; // (num_segments, batch), end to end; null: row b is row b
+  const uint8_t* key_mask;  // (batch, key_mask_size); null: nothing is hidden by it
+  float* out;               // (batch, num_heads, num_queries, head_dim_v), end to end
+  float* lse;               // (batch, num_heads, num_queries), end to end
+  int64_t query_strides[3]; // batch, head, query
+  int64_t key_strides[4];   // segment, row, head, token
+  int64_t value_strides[4];
+  int64_t key_mask_stride;
+  int64_t key_mask_size;
+  int64_t batch, num_heads, num_queries, head_dim, head_dim_v;
+  int64_t num_segments, rows, num_kv_heads, tokens;
+  int64_t query_start;
+  float softmax_scale;
+  int32_t dtype;            // of keys and values: 0 float32, 1 bfloat16, 2 float16
+};
+
+// Attention to one set of keys; returns when out and lse are written, or an error code with both
+// untouched. Any number of threads may call it at once.
+SPARSEKV_EXPORT int32_t sparsekv_partial_attention(const sparsekv_partial_attention_call* call);
+
+SPARSEKV_EXPORT int32_t sparsekv_interface(void);
+
+// Name of the instruction set in use: "avx512", "avx2" or "portable".
+SPARSEKV_EXPORT const char* sparsekv_isa(void);
+
+// Uses the named set from now on; null: the best that the processor has.
+SPARSEKV_EXPORT int32_t sparsekv_set_isa(const char* name);
+
+// Number of threads, which are started if they have not been.
+SPARSEKV_EXPORT int32_t sparsekv_threads(void);
+
+// Number of threads from the next call on; 0: the default number.
+SPARSEKV_EXPORT int32_t sparsekv_set_threads(int32_t threads);

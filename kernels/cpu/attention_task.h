@@ -1,0 +1,79 @@
+// What the kernels of every instruction set share: one task, and the table of what a set offers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sparsekv {
+
+enum class Dtype : int32_t { fp32 = 0, bf16 = 1, fp16 = 2 };
+
+// Keys of one tile: their scores stay in the first-level cache, and the tile after it is fetched
+// meanwhile, which is far enough ahead for DRAM.
+constexpr int kTile = 64;
+
+// Keys or values of one row and kv head, by segment, physical row and token; strides in bytes, the
+// numbers of one token next to each other.
+struct Stored {
+  const char* start;
+  int64_t segment_stride;
+  int64_t row_stride;
+  int64_t token_stride;
+};
+
+// Some query tokens of one row and one kv head against a range of the stored keys.
+struct Task {
+  const float* query;  // of the kv head's first query head
+  int64_t query_head_stride;
+  int64_t query_token_stride;
+  int64_t first_query_position;
+  int num_queries;
+  int group_size;
+  int head_dim;
+  int head_dim_v;
+  float scale;
+
+  Stored key;
+  Stored value;
+  int64_t tokens;             // of one segment
+  const int64_t* positions;   // of the first token of each segment
+  const int64_t* row_table;   // entry of this row in segment 0; null: `row` everywhere
+  int64_t row_table_stride;
+  int64_t row;
+  const uint8_t* key_mask;    // of this row, by position; null: nothing is hidden by it
+  int64_t begin;              // range of keys, counted through all segments
+  int64_t end;
+
+  float* partial;  // (rows, head_dim_v + 2): weighted values, total weight, largest score
+  float* scratch;  // scratch_floats(...) of them, aligned to 64 bytes
+};
+
+// Query rows of a task: row r is head r / num_queries of the group, token r % num_queries.
+inline int task_rows(const Task& task) { return task.group_size * task.num_queries; }
+
+// An upper bound for every instruction set: rows padded to 8, numbers to 32, lanes up to 16.
+inline size_t scratch_floats(size_t rows, size_t head_dim, size_t head_dim_v) {
+  const size_t padded_rows = rows + 24;
+  return padded_rows * (head_dim + 32 + head_dim_v + 32 + kTile + 16 + 4) + 2 * kTile * 32 + 256;
+}
+
+// Scores inside the library are q.k with the query as it is given, so nothing is rounded before the
+// products, but for a negative scale, whose sign moves to the query; so does a scale of 0, which must
+// not meet the score of a hidden key. A weight is 2^(weight_exponent * (score - largest score)).
+inline float query_sign(float scale) { return scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale; }
+inline float weight_exponent(float scale) {
+  constexpr float kLog2OfE = 1.4426950408889634f;
+  return scale == 0 ? kLog2OfE : (scale < 0 ? -scale : scale) * kLog2OfE;
+}
+
+struct Kernel {
+  const char* name;
+  void (*attend)(const Task& task, Dtype dtype);
+};
+
+// Null on other processors than x86-64.
+extern const Kernel* const avx512_kernel;
+extern const Kernel* const avx2_kernel;
+extern const Kernel* const portable_kernel;
+
+}  // namespace sparsekv

@@ -1,0 +1,128 @@
+"""Build the native library with the system's C++ compiler, once, into the user's cache folder."""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+LIBRARY_NAME = "libsparsekv_cpu.so"
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-pthread")
+
+_COMPILE_SECONDS = 600
+
+
+class BuildError(Exception):
+    """Why there is no library, in words for the user."""
+
+
+def built_library() -> Path:
+    """Path of the library built from these sources by this compiler; builds it where there is none.
+
+    Processes that build at the same time wait for one of them. A library appears under its name
+    only when it is whole.
+
+    Raises:
+        BuildError: no compiler, a compiler that fails, or a cache folder that cannot be written.
+    """
+    compiler = _compiler()
+    try:
+        folder = cache_folder() / f"cpu-{_fingerprint(compiler)}"
+        library = folder / LIBRARY_NAME
+        if library.exists():
+            return library
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                logger.info("Building %s with %s, once: some seconds", library, compiler)
+                _build(compiler, folder)
+        return library
+    except OSError as error:
+        raise BuildError(f"the library could not be written: {error}") from error
+
+
+def cache_folder() -> Path:
+    """$SPARSEKV_CACHE, else the user's cache folder for sparsekv."""
+    given = os.environ.get("SPARSEKV_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv"
+
+
+def _compiler() -> str:
+    """Path of $CXX, c++ or g++."""
+    for name in (os.environ.get("CXX"), "c++", "g++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    raise BuildError("no C++ compiler (looked for $CXX, c++, g++)")
+
+
+def _fingerprint(compiler: str) -> str:
+    """Hash of all that decides what the library is."""
+    hashed = hashlib.sha256()
+    for source in sorted(SOURCES.glob("*.h")) + _translation_units():
+        hashed.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
+    hashed.update(" ".join(FLAGS).encode())
+    hashed.update(_run([compiler, "--version"]).encode())
+    return hashed.hexdigest()[:16]
+
+
+def _translation_units() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def _build(compiler: str, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
+        temporary = Path(name)
+        sources = {source: temporary / f"{source.stem}.o" for source in _translation_units()}
+        running = [
+            subprocess.Popen(
+                [compiler, *FLAGS, "-c", str(source), "-o", str(made)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for source, made in sources.items()
+        ]
+        try:
+            for process in running:
+                output, _ = process.communicate(timeout=_COMPILE_SECONDS)
+                _check(process.args, process.returncode, output)
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        library = temporary / LIBRARY_NAME
+        objects = [str(made) for made in sources.values()]
+        _run([compiler, "-shared", *FLAGS, *objects, "-o", str(library)])
+        os.replace(library, folder / LIBRARY_NAME)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_COMPILE_SECONDS,
+        check=False,
+    )
+    _check(command, done.returncode, done.stdout)
+    return done.stdout
+
+
+def _check(command: object, code: int, output: str) -> None:
+    if code != 0:
+        words = command if isinstance(command, list) else [command]
+        last = "\n".join(output.strip().splitlines()[-5:])
+        raise BuildError(f"`{' '.join(map(str, words))}` failed with {code}:\n{last}")

@@ -1,0 +1,172 @@
+"""The native library: found or built at first use, once in a process.
+
+`SPARSEKV_CPU` says what to use: `auto` (the default) the library if there is one, else torch's ops,
+with one warning; `native` the library or an error; `torch` torch's ops.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekv.errors import LayoutError
+from sparsekv.kernels.cpu.build import SOURCES, BuildError, built_library
+
+logger = logging.getLogger(__name__)
+
+_INTERFACE = 1  # SPARSEKV_INTERFACE of api.h
+_CHOICES = ("auto", "native", "torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """What computes attention on the CPU.
+
+    Attributes:
+        name: "native", or "torch" for torch's ops.
+        isa: instruction set in use: "avx512", "avx2" or "portable"; None for torch's ops.
+        num_threads: threads that compute.
+        library: path of the native library; None for torch's ops.
+        reason: why there is no library; empty where there is one.
+    """
+
+    name: str
+    isa: str | None
+    num_threads: int
+    library: Path | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """Outcome of the one attempt to load: a library, or why there is none."""
+
+    functions: Any = None  # a ctypes.CDLL, whose functions are found by name
+    path: Path | None = None
+    reason: str = ""
+
+
+_loaded: _Loaded | None = None
+_loading = threading.Lock()
+
+
+def native_library() -> Any:
+    """The loaded library (a ctypes.CDLL); None where torch's ops are to be used.
+
+    Raises:
+        LayoutError: `SPARSEKV_CPU` is none of its values, or `native` and there is no library.
+    """
+    return _load().functions
+
+
+def backend() -> Backend:
+    """Which implementation is in use, and how; loads or builds the library if nobody has yet.
+
+    Raises:
+        LayoutError: as native_library.
+    """
+    loaded = _load()
+    if loaded.functions is None:
+        return Backend(
+            name="torch",
+            isa=None,
+            num_threads=torch.get_num_threads(),
+            library=None,
+            reason=loaded.reason,
+        )
+    return Backend(
+        name="native",
+        isa=loaded.functions.sparsekv_isa().decode(),
+        num_threads=loaded.functions.sparsekv_threads(),
+        library=loaded.path,
+        reason="",
+    )
+
+
+def set_isa(name: str | None) -> None:
+    """Use the named instruction set from now on, in the whole process; None: the best there is.
+
+    Raises:
+        LayoutError: there is no library, no such set, or this processor lacks it.
+    """
+    encoded = None if name is None else name.encode()
+    if _required().sparsekv_set_isa(encoded) != 0:
+        raise LayoutError(
+            f"isa={name!r}: must be avx512, avx2 or portable, and one that this processor has; "
+            "None chooses the best"
+        )
+
+
+def set_num_threads(num_threads: int | None) -> None:
+    """Compute with so many threads from the next call on, in the whole process.
+
+    None: physical cores that the process may use, within its cgroup's limit, less one; at least 1.
+
+    Raises:
+        LayoutError: there is no library, or the number is not within 1 and 4096.
+    """
+    if num_threads is not None and not 1 <= num_threads <= 4096:
+        raise LayoutError(f"num_threads={num_threads}: must be within 1 and 4096, or None")
+    _required().sparsekv_set_threads(num_threads or 0)
+
+
+def _required() -> Any:
+    loaded = _load()
+    if loaded.functions is None:
+        raise LayoutError(
+            f"no native library is in use: {loaded.reason}; there is nothing to set for torch's ops"
+        )
+    return loaded.functions
+
+
+def _load() -> _Loaded:
+    global _loaded
+    with _loading:
+        if _loaded is None:
+            _loaded = _load_as_chosen(os.environ.get("SPARSEKV_CPU", "auto"))
+        return _loaded
+
+
+def _load_as_chosen(choice: str) -> _Loaded:
+    if choice not in _CHOICES:
+        raise LayoutError(f"SPARSEKV_CPU={choice!r}: must be one of {', '.join(_CHOICES)}")
+    if choice == "torch":
+        return _Loaded(reason="SPARSEKV_CPU=torch")
+    try:
+        path = _packaged_library() or built_library()
+        return _Loaded(functions=_open(path), path=path)
+    except BuildError as error:
+        if choice == "native":
+            raise LayoutError(
+                f"SPARSEKV_CPU=native, but there is no native library: {error}; install a C++17 "
+                "compiler, or set SPARSEKV_CPU=auto to use torch's ops"
+            ) from error
+        logger.warning("Attention on the CPU uses torch's ops, at lower speed: %s", error)
+        return _Loaded(reason=str(error))
+
+
+def _packaged_library() -> Path | None:
+    """The library that was built when the package was installed."""
+    return next(iter(sorted(SOURCES.glob("_native*.so"))), None)
+
+
+def _open(path: Path) -> Any:
+    try:
+        functions = ctypes.CDLL(str(path))
+        interface = functions.sparsekv_interface()
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+    if interface != _INTERFACE:
+        raise BuildError(
+            f"{path} has interface {interface}, this version needs {_INTERFACE}; install again"
+        )
+    functions.sparsekv_isa.restype = ctypes.c_char_p
+    functions.sparsekv_set_isa.argtypes = (ctypes.c_char_p,)
+    functions.sparsekv_set_threads.argtypes = (ctypes.c_int32,)
+    functions.sparsekv_partial_attention.argtypes = (ctypes.c_void_p,)
+    return functions

@@ -1,0 +1,15 @@
+// One call of partial attention, cut into tasks for the pool and merged.
+#pragma once
+
+#include "api.h"
+#include "attention_task.h"
+
+namespace sparsekv {
+
+// SPARSEKV_OK, or what is wrong with the call.
+int32_t check(const sparsekv_partial_attention_call& call);
+
+// For a call that passed its check. May throw std::bad_alloc, before anything is written.
+void partial_attention(const sparsekv_partial_attention_call& call, const Kernel& kernel);
+
+}  // namespace sparsekv

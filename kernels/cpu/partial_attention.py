@@ -1,0 +1,213 @@
+"""Partial attention by the native library, on keys and values where they lie."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.errors import CapacityError, LayoutError
+from sparsekv.kernels import torch_ops
+from sparsekv.kernels.cpu.library import native_library
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_LAYOUT_ERRORS = {
+    1: "a size is out of range; check the shapes",
+    2: "row_table names a physical row that does not exist; entries must be within 0 and rows - 1",
+    3: "positions lie out of range, or beyond key_mask; key_mask must reach the last key",
+}
+_NO_MEMORY = 4
+
+
+class _Call(ctypes.Structure):
+    """struct sparsekv_partial_attention_call of api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "positions", "row_table")),
+        *((name, ctypes.c_void_p) for name in ("key_mask", "out", "lse")),
+        ("query_strides", ctypes.c_int64 * 3),
+        ("key_strides", ctypes.c_int64 * 4),
+        ("value_strides", ctypes.c_int64 * 4),
+        *((name, ctypes.c_int64) for name in ("key_mask_stride", "key_mask_size")),
+        *((name, ctypes.c_int64) for name in ("batch", "num_heads", "num_queries")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v", "num_segments", "rows")),
+        *((name, ctypes.c_int64) for name in ("num_kv_heads", "tokens", "query_start")),
+        ("softmax_scale", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+def partial_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    *,
+    row_table: Tensor | None = None,
+    query_start: int = 0,
+    key_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of `query` to one set of keys; defined by the reference op of the same name.
+
+    Keys and values are float32, bfloat16 or float16 and are read once for up to 8 query tokens,
+    whatever their strides; sums are in float32. Runs on the library's own threads, with the GIL
+    released; the result does not depend on how many there are. No gradients. Calls with a `mask`
+    or in float64, and all calls where there is no library, are computed by torch's ops.
+
+    Raises:
+        LayoutError: a dtype, device, shape or stride breaks a rule; nothing has been computed.
+        CapacityError: the workspace does not fit into memory.
+    """
+    is_for_torch = mask is not None or query.dtype == key.dtype == torch.float64
+    library = None if is_for_torch else native_library()
+    if library is None:
+        return torch_ops.partial_attention(
+            query,
+            key,
+            value,
+            positions,
+            softmax_scale,
+            row_table=row_table,
+            query_start=query_start,
+            key_mask=key_mask,
+            mask=mask,
+        )
+    _check(query, key, value, positions, row_table, key_mask)
+    num_segments, rows, num_kv_heads, tokens, head_dim = key.shape
+    batch, num_heads, num_queries, _ = query.shape
+    out = torch.empty(batch, num_heads, num_queries, value.shape[-1], dtype=torch.float32)
+    lse = torch.empty(batch, num_heads, num_queries, dtype=torch.float32)
+
+    query = query.detach().to(torch.float32)
+    query = query if _is_contiguous_at_last(query) else query.contiguous()
+    positions = positions.contiguous()
+    row_table = None if row_table is None else row_table.contiguous()
+    if key_mask is not None and not _is_contiguous_at_last(key_mask):
+        key_mask = key_mask.contiguous()
+    call = _Call(
+        query=query.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        positions=positions.data_ptr(),
+        row_table=None if row_table is None else row_table.data_ptr(),
+        key_mask=None if key_mask is None else key_mask.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        query_strides=query.stride()[:3],
+        key_strides=key.stride()[:4],
+        value_strides=value.stride()[:4],
+        key_mask_stride=0 if key_mask is None else key_mask.stride(0),
+        key_mask_size=0 if key_mask is None else key_mask.shape[1],
+        batch=batch,
+        num_heads=num_heads,
+        num_queries=num_queries,
+        head_dim=head_dim,
+        head_dim_v=value.shape[-1],
+        num_segments=num_segments,
+        rows=rows,
+        num_kv_heads=num_kv_heads,
+        tokens=tokens,
+        query_start=query_start,
+        softmax_scale=softmax_scale,
+        dtype=_DTYPES[key.dtype],
+    )
+    _run(library, call)
+    return out, lse
+
+
+def _run(library: Any, call: _Call) -> None:
+    code = library.sparsekv_partial_attention(ctypes.byref(call))
+    if code == _NO_MEMORY:
+        raise CapacityError(
+            f"partial attention of {call.batch} x {call.num_heads} heads x {call.num_queries} "
+            "queries: its workspace does not fit into memory; use fewer rows at a time"
+        )
+    if code != 0:
+        raise LayoutError(f"partial attention was refused: {_LAYOUT_ERRORS[code]}")
+
+
+def _is_contiguous_at_last(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    row_table: Tensor | None,
+    key_mask: Tensor | None,
+) -> None:
+    named = {"query": query, "key": key, "value": value, "positions": positions}
+    options = {"row_table": row_table, "key_mask": key_mask}
+    named |= {name: tensor for name, tensor in options.items() if tensor is not None}
+    for name, tensor in named.items():
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise LayoutError(
+                f"{name} is {tensor.layout} on {tensor.device}: must be strided, on the CPU; "
+                "move or convert it"
+            )
+    _check_dtypes(query, key, value)
+    _check_shapes(query, key, value)
+    num_segments, batch = key.shape[0], query.shape[0]
+    _check_integers("positions", positions, (num_segments,))
+    if row_table is not None:
+        _check_integers("row_table", row_table, (num_segments, batch))
+    elif key.shape[1] != batch:
+        raise LayoutError(
+            f"query has {batch} rows, the keys {key.shape[1]}: must be equal without a row_table; "
+            "give one"
+        )
+    if key_mask is not None and (
+        key_mask.dtype != torch.bool or key_mask.dim() != 2 or key_mask.shape[0] != batch
+    ):
+        raise LayoutError(
+            f"key_mask {tuple(key_mask.shape)} of {key_mask.dtype}: must be bool, of shape "
+            f"({batch}, positions); convert it"
+        )
+
+
+def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if key.dtype not in _DTYPES or value.dtype != key.dtype:
+        raise LayoutError(
+            f"key is {key.dtype}, value {value.dtype}: must be the same, float32, bfloat16 or "
+            "float16; convert them"
+        )
+    if query.dtype not in (key.dtype, torch.float32):
+        raise LayoutError(
+            f"query is {query.dtype}, the keys {key.dtype}: must be equal, or the query float32; "
+            "convert the query"
+        )
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if (query.dim(), key.dim(), value.dim()) != (4, 5, 5) or key.shape[:4] != value.shape[:4]:
+        raise LayoutError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: must "
+            "be (batch, num_heads, num_queries, head_dim) and twice (num_segments, rows, "
+            "num_kv_heads, tokens, dim), the same but for dim; reshape them"
+        )
+    num_kv_heads = key.shape[2]
+    if query.shape[3] != key.shape[4] or not num_kv_heads or query.shape[1] % num_kv_heads:
+        raise LayoutError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)}: head_dim must be equal and "
+            "num_heads a multiple of num_kv_heads; check the model's head counts"
+        )
+    for name, tensor in (("key", key), ("value", value)):
+        if not _is_contiguous_at_last(tensor) or tensor.shape[-1] == 0:
+            raise LayoutError(
+                f"{name} {tuple(tensor.shape)} has strides {tensor.stride()}: the numbers of a "
+                "token must lie next to each other, at least one; make the last dimension "
+                "contiguous"
+            )
+
+
+def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != torch.int64 or tensor.shape != shape:
+        raise LayoutError(
+            f"{name} {tuple(tensor.shape)} of {tensor.dtype}: must be int64, of shape {shape}; "
+            "convert it"
+        )

@@ -1,0 +1,546 @@
+"""The native library: accuracy, instruction sets, threads, forks, builds and wrong inputs.
+
+What it shares with the other implementations is tested in test_partial_attention.py.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_ops import ISAS, NATIVE_OPS, NativeOp
+from torch import Tensor
+
+from sparsekv.errors import LayoutError, SparseKVError
+from sparsekv.kernels import cpu, reference, torch_ops
+from sparsekv.kernels.cpu import build, library
+
+ROOT = Path(__file__).parents[2]
+NAN = torch.nan
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_isa = pytest.mark.parametrize("op", NATIVE_OPS)
+
+
+@pytest.fixture(autouse=True)
+def native_library() -> None:
+    if library.native_library() is None:
+        pytest.skip(f"no native library: {cpu.backend().reason}")
+
+
+def make_case(
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    batch: int = 2,
+    num_kv_heads: int = 2,
+    group_size: int = 4,
+    segments: int = 3,
+    tokens: int = 77,
+    num_queries: int = 1,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    shared_kv: bool = False,
+) -> dict[str, Any]:
+    """Arguments of one call: segments in no order, the queries the newest tokens."""
+    random = torch.Generator().manual_seed(seed)
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    shape = (segments, batch, num_kv_heads, 2, tokens, max(head_dim, head_dim_v))
+    stored = torch.randn(shape, generator=random).to(dtype)
+    key = stored[:, :, :, 0, :, :head_dim]
+    query = torch.randn(batch, num_kv_heads * group_size, num_queries, head_dim, generator=random)
+    return {
+        "query": (3 * query).to(dtype),
+        "key": key,
+        "value": key[..., :head_dim_v] if shared_kv else stored[:, :, :, 1, :, :head_dim_v],
+        "positions": torch.randperm(segments, generator=random) * tokens,
+        "softmax_scale": head_dim**-0.5,
+        "query_start": segments * tokens - num_queries,
+    }
+
+
+def check(op: Any, case: dict[str, Any]) -> None:
+    """Each result of a head within 1e-5 of float64, and so is the lse."""
+    out, lse = op(**case)
+    exact = {name: case[name].double() for name in ("query", "key", "value")}
+    want_out, want_lse = reference.partial_attention(**(case | exact))
+    assert out.dtype == lse.dtype == torch.float32
+    assert ((out - want_out).norm(dim=-1) <= 1e-5 * want_out.norm(dim=-1)).all()
+    seen = want_lse.isfinite()
+    assert torch.equal(lse[~seen].double(), want_lse[~seen])
+    scores = torch.einsum(
+        "bghd,nbgkd->nbghk",
+        exact["query"].flatten(1, 2).unflatten(1, (case["key"].shape[2], -1)),
+        exact["key"][:, : len(out)],
+    )
+    largest = max(1.0, (scores * case["softmax_scale"]).abs().max().item())
+    assert ((lse - want_lse)[seen].abs() <= 1e-5 * largest).all()
+
+
+# Accuracy
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [1, 3, 5, 6, 7, 8, 12, 16, 64])
+def test_group_sizes(op: NativeOp, dtype: torch.dtype, group_size: int) -> None:
+    for num_queries in (1, 3):
+        shape = {"group_size": group_size, "num_queries": num_queries, "head_dim": 32}
+        check(op, make_case(dtype, batch=1, num_kv_heads=1 if group_size > 12 else 2, **shape))
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    [(d, d) for d in (64, 80, 96, 128, 192, 256, 512, 576)] + [(576, 512), (192, 128), (7, 33)],
+)
+def test_head_sizes(op: NativeOp, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:
+    check(op, make_case(dtype, batch=1, num_kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v))
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared_keys_and_values(op: NativeOp, dtype: torch.dtype) -> None:
+    shapes = {"head_dim": 576, "head_dim_v": 512, "group_size": 16, "num_kv_heads": 1}
+    check(op, make_case(dtype, shared_kv=True, num_queries=2, **shapes))
+
+
+@every_isa
+@pytest.mark.parametrize("num_queries", [1, 2, 8, 9, 40])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
+def test_numbers_of_tokens(op: NativeOp, num_queries: int, tokens: int) -> None:
+    num_queries = min(num_queries, 3 * tokens)
+    shape = {"tokens": tokens, "num_queries": num_queries, "head_dim": 32}
+    check(op, make_case(torch.bfloat16, batch=1, num_kv_heads=1, **shape))
+
+
+@every_isa
+def test_ranges_of_a_long_row_merge(op: NativeOp) -> None:
+    case = make_case(torch.bfloat16, batch=1, segments=40, tokens=256, num_kv_heads=1, head_dim=32)
+    check(op, case)
+    check(op, case | {"key_mask": torch.arange(40 * 256)[None] >= 7000})  # whole ranges hidden
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_tables_and_key_masks(op: NativeOp, dtype: torch.dtype) -> None:
+    case = make_case(dtype, batch=3, num_queries=5)
+    table = torch.tensor([[2, 2, 0], [1, 1, 1], [0, 2, 1]])
+    mask = torch.rand(3, 3 * 77, generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[1] = False  # a row with nothing to see
+    check(op, case | {"row_table": table})
+    check(op, case | {"key_mask": mask})
+    check(op, case | {"key_mask": mask, "row_table": table, "query_start": 100})
+
+
+@every_isa
+def test_every_number_of_float16_is_converted_exactly(op: NativeOp) -> None:
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    value = numbers.view(-1, 1, 1, 1, 32)
+    zeros = torch.zeros(1, 1, 1, 1, 32, dtype=torch.float16)
+    for start in range(0, len(value), 256):  # one key for each row, so its weight is 1
+        rows = value[start : start + 256].transpose(0, 1)
+        out, _ = op(
+            zeros[0].expand(256, 1, 1, 32),
+            zeros.expand(rows.shape),
+            rows,
+            torch.tensor([0]),
+            1.0,
+        )
+        torch.testing.assert_close(
+            out[:, 0, 0], rows[0, :, 0, 0].float(), rtol=0, atol=0, equal_nan=True
+        )
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("large", [100.0, 200.0])
+def test_large_scores(op: NativeOp, dtype: torch.dtype, large: float) -> None:
+    case = make_case(dtype, num_queries=2)
+    case["query"] = (case["query"] * large).to(dtype)
+    out, lse = op(**case)
+    exact = {name: case[name].double() for name in ("query", "key", "value")}
+    single = {name: case[name].float() for name in ("query", "key", "value")}
+    want = reference.partial_attention(**(case | exact))
+    usual = torch_ops.partial_attention(**(case | single))
+    assert want[1].max() > 1e3
+    for got, true, plain in zip((out, lse), want, usual, strict=True):
+        assert got.isfinite().all()
+        error, usual_error = (got - true).abs().max(), (plain - true).abs().max()
+        assert error <= 2 * usual_error + 1e-6 * true.abs().max()
+
+
+@every_isa
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+def test_any_scale(op: NativeOp, scale: float) -> None:
+    case = make_case(torch.float32, num_queries=4) | {"softmax_scale": scale}
+    check(op, case | {"query": case["query"] / 3, "query_start": 150})
+
+
+# NaN and infinity
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("junk", [NAN, torch.inf, -torch.inf])
+@pytest.mark.parametrize("num_queries", [1, 6])
+def test_hidden_slots_never_reach_an_output(
+    op: NativeOp, dtype: torch.dtype, junk: float, num_queries: int
+) -> None:
+    case = make_case(dtype, num_queries=num_queries) | {"query_start": 200}
+    mask = torch.arange(231) >= torch.tensor([[40], [231 - 31 - num_queries]])
+    mask[0, 150:160] = mask[0, ::7] = False  # holes
+    place = case["positions"][:, None] + torch.arange(77)  # [N, W]
+    hidden = ~mask[:, place].transpose(0, 1)[:, :, None, :, None]
+    hidden |= (place >= 200 + num_queries)[:, None, None, :, None]
+    want = op(**case, key_mask=mask)
+    junked = {name: case[name].masked_fill(hidden, junk) for name in ("key", "value")}
+    out, lse = op(**(case | junked), key_mask=mask)
+    assert out.isfinite().all()
+    assert torch.equal(out, want[0])
+    assert torch.equal(lse, want[1])
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_visible_nan_shows(op: NativeOp, dtype: torch.dtype, name: str) -> None:
+    case = make_case(dtype, num_queries=6, segments=1)  # queries at 71 ... 76
+    case[name][0, 1, 0, 74, 5] = NAN
+    out, lse = op(**case)
+    sees = torch.zeros(lse.shape, dtype=torch.bool)
+    sees[1, :4, 3:] = True
+    if name == "key":
+        assert torch.equal(lse.isnan(), sees)
+        assert torch.equal(out.isnan(), sees[..., None].expand_as(out))
+    else:
+        assert not lse.isnan().any()
+        assert torch.equal(out[..., 5].isnan(), sees)
+        assert out[..., :5].isfinite().all()
+
+
+@every_isa
+def test_scores_of_minus_infinity_weigh_nothing(op: NativeOp) -> None:
+    case = make_case(torch.float32, segments=1, head_dim=8)
+    case["query"] = case["query"].abs()
+    case["key"][:, :, :, 3, 0] = -torch.inf
+    out, lse = op(**case)
+    mask = torch.ones(2, 77, dtype=torch.bool)
+    mask[:, 3] = False
+    want_out, want_lse = op(**case, key_mask=mask)
+    torch.testing.assert_close(out, want_out)
+    torch.testing.assert_close(lse, want_lse)
+
+    case["key"][..., 0] = -torch.inf  # all of them: as if nothing were visible
+    out, lse = op(**case)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert (lse == -torch.inf).all()
+
+    case["key"][:, :, :, 3, 0] = torch.inf
+    out, lse = op(**case)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+# Instruction sets
+
+
+def instructions(isa: str) -> Counter[str]:
+    """How often the code of one instruction set names registers of each width."""
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        pytest.skip("objdump is not installed")
+    path = cpu.backend().library
+    assert path is not None
+    listing = subprocess.run(
+        [objdump, "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    counts: Counter[str] = Counter()
+    own = False
+    for line in listing.splitlines():
+        if line.endswith(">:"):
+            own = f"8sparsekv{len(isa)}{isa}" in line
+        elif own:
+            counts.update(name for name in ("zmm", "ymm", "xmm") if f"%{name}" in line)
+    return counts
+
+
+@pytest.mark.parametrize(("isa", "widest"), [("avx512", "zmm"), ("avx2", "ymm")])
+def test_code_of_an_isa_uses_its_registers(isa: str, widest: str) -> None:
+    counts = instructions(isa)
+    if not counts:
+        pytest.skip("this processor is not of that family")
+    assert counts[widest] > 1000
+    assert isa == "avx512" or not counts["zmm"]
+
+
+def test_portable_code_uses_no_wide_registers() -> None:
+    counts = instructions("portable")
+    assert not counts["zmm"]
+    assert not counts["ymm"]
+
+
+def test_the_best_isa_is_chosen_and_another_can_be() -> None:
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    best = cpu.backend().isa
+    if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags):
+        assert best == "avx512"
+    for isa in ISAS:
+        with contextlib.suppress(LayoutError):
+            library.set_isa(isa)
+            assert cpu.backend().isa == isa
+    library.set_isa(None)
+    assert cpu.backend().isa == best
+    with pytest.raises(LayoutError, match="isa='sse9'"):
+        library.set_isa("sse9")
+
+
+# Threads and forks
+
+
+@pytest.fixture
+def restored_threads() -> Any:
+    yield
+    library.set_num_threads(None)
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads(restored_threads: None) -> None:
+    case = make_case(torch.bfloat16, segments=9, tokens=256, num_queries=2)
+    results = []
+    for num_threads in (1, 2, 5):
+        library.set_num_threads(num_threads)
+        assert cpu.backend().num_threads == num_threads
+        results.append(cpu.partial_attention(**case))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+def test_the_number_of_threads_ignores_openmp(restored_threads: None) -> None:
+    library.set_num_threads(None)
+    allowed = len(os.sched_getaffinity(0))
+    assert 1 <= cpu.backend().num_threads <= max(1, allowed - 1)
+    for wrong in (0, -1, 5000):
+        with pytest.raises(LayoutError, match=f"num_threads={wrong}"):
+            library.set_num_threads(wrong)
+
+
+def test_several_python_threads_at_once(restored_threads: None) -> None:
+    cases = [make_case(torch.bfloat16, seed=seed, segments=4, tokens=256) for seed in range(4)]
+    want = [cpu.partial_attention(**case)[0] for case in cases]
+    failed = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            if not torch.equal(cpu.partial_attention(**cases[index])[0], want[index]):
+                failed.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for num_threads in (1, 3, 2):  # also while they run
+        library.set_num_threads(num_threads)
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert not failed
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+FORK = """
+import os, sys, torch
+from sparsekv.kernels import cpu
+kv = torch.randn(9, 2, 2, 256, 64)
+call = (torch.randn(2, 8, 1, 64), kv, kv, torch.arange(9) * 256, 0.1)
+want, _ = cpu.partial_attention(*call, query_start=9 * 256)
+for depth in range(3):  # children of children too
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if depth else 0 if code == 3 else 1)
+    got, _ = cpu.partial_attention(*call, query_start=9 * 256)
+    assert torch.equal(got, want)
+os._exit(3)
+"""
+
+
+def test_a_forked_child_computes_with_threads_of_its_own() -> None:
+    done = run_python(FORK)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Choice and build
+
+REPORT = """
+import logging
+logging.basicConfig(format="%(levelname)s %(message)s")
+from sparsekv.kernels import cpu
+print(cpu.backend().name)
+print(cpu.backend().library)
+"""
+
+ATTEND = """
+import torch
+kv = torch.ones(1, 1, 1, 3, 8)
+out, _ = cpu.partial_attention(kv[0, :, :, :1], kv, kv, torch.tensor([0]), 1.0, query_start=3)
+print(torch.equal(out, kv[0, :, :, :1]))
+"""
+
+
+def test_the_environment_chooses() -> None:
+    assert run_python(REPORT, SPARSEKV_CPU="torch").stdout.split() == ["torch", "None"]
+    assert run_python(REPORT, SPARSEKV_CPU="native").stdout.split()[0] == "native"
+    wrong = run_python(REPORT, SPARSEKV_CPU="fast")
+    assert "LayoutError: SPARSEKV_CPU='fast': must be one of auto, native, torch" in wrong.stderr
+
+
+def test_without_a_compiler_torch_computes_after_one_warning(tmp_path: Path) -> None:
+    bare = {"SPARSEKV_CACHE": str(tmp_path), "PATH": str(tmp_path), "CXX": ""}
+    done = run_python(REPORT + ATTEND, SPARSEKV_CPU="auto", **bare)
+    assert done.stdout.split() == ["torch", "None", "True"]
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith("WARNING Attention on the CPU uses torch's ops")
+    assert "no C++ compiler" in warning
+    done = run_python(REPORT, SPARSEKV_CPU="native", **bare)
+    assert "LayoutError: SPARSEKV_CPU=native, but there is no native library" in done.stderr
+
+
+@pytest.fixture
+def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of one small source, built into a folder of its own."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "cache"))
+    return sources
+
+
+def test_processes_that_build_at_once_make_one_library(small_sources: Path) -> None:
+    code = (
+        "import pathlib, sys; from sparsekv.kernels.cpu import build; "
+        f"build.SOURCES = pathlib.Path({str(small_sources)!r}); print(build.built_library())"
+    )
+    command = [sys.executable, "-c", code]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)
+    ]
+    paths = {process.communicate(timeout=120)[0].strip() for process in running}
+    assert len(paths) == 1
+    (path,) = map(Path, paths)
+    assert {file.name for file in path.parent.iterdir()} == {path.name, "lock"}
+
+
+def test_a_changed_source_is_another_library(small_sources: Path) -> None:
+    first = build.built_library()
+    made = first.stat().st_mtime_ns
+    assert build.built_library() == first
+    assert first.stat().st_mtime_ns == made
+    (small_sources / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
+    assert build.built_library() != first
+
+
+def test_a_source_that_does_not_compile_leaves_nothing_behind(small_sources: Path) -> None:
+    (small_sources / "two.cpp").write_text("nonsense\n")
+    with pytest.raises(build.BuildError, match="nonsense"):
+        build.built_library()
+    left = [file.name for file in build.cache_folder().rglob("*") if file.is_file()]
+    assert left == ["lock"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    small_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(small_sources / "one.cpp" / "cache"))
+    with pytest.raises(build.BuildError, match=r"could not be written.*one\.cpp"):
+        build.built_library()
+
+
+# Wrong inputs
+
+
+def wrong(**changes: Any) -> dict[str, Any]:
+    return make_case(torch.bfloat16) | changes
+
+
+KEY = make_case(torch.bfloat16)["key"]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (wrong(query=torch.zeros(2, 8, 1, 64, dtype=torch.float16)), "query is torch.float16"),
+        (wrong(value=KEY.float()), "value torch.float32"),
+        (wrong(key=KEY.long(), value=KEY.long()), "key is torch.int64"),
+        (wrong(query=torch.zeros(2, 8, 1, 32)), "head_dim must be equal"),
+        (wrong(query=torch.zeros(2, 7, 1, 64)), "a multiple of num_kv_heads"),
+        (wrong(query=torch.zeros(3, 8, 1, 64)), "query has 3 rows"),
+        (wrong(query=torch.zeros(8, 1, 64)), "must be"),
+        (wrong(value=KEY[:, :, :, :5]), "the same but for dim"),
+        (wrong(key=KEY.transpose(3, 4).contiguous().transpose(3, 4)), "last dimension contiguous"),
+        (wrong(value=KEY[..., :0]), "at least one"),
+        (wrong(key=KEY.to("meta")), "key is torch.strided on meta"),
+        (wrong(positions=torch.arange(2)), "positions"),
+        (wrong(positions=torch.arange(3.0)), "positions"),
+        (wrong(positions=torch.full((3,), 2**60)), "positions lie out of range"),
+        (wrong(row_table=torch.zeros(2, 3, dtype=torch.int64)), "row_table"),
+        (wrong(row_table=torch.full((3, 2), 2)), "row_table names"),
+        (wrong(row_table=torch.full((3, 2), -1)), "row_table names"),
+        (wrong(key_mask=torch.ones(2, 230, dtype=torch.bool)), "beyond key_mask"),
+        (wrong(key_mask=torch.ones(2, 231)), "key_mask"),
+        (wrong(key_mask=torch.ones(1, 231, dtype=torch.bool)), "key_mask"),
+    ],
+)
+def test_wrong_inputs_raise(case: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        cpu.partial_attention(**case)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_nothing_given_to_the_op_ends_the_process(data: st.DataObject) -> None:
+    dim = st.integers(0, 5)
+
+    def tensor(rank: int, dtype: torch.dtype) -> Tensor:
+        shape = data.draw(st.lists(dim, min_size=rank, max_size=rank))
+        made = torch.ones(shape).to(dtype)
+        return made.transpose(-1, -2) if rank > 1 and data.draw(st.booleans()) else made
+
+    dtype = data.draw(st.sampled_from([*DTYPES, torch.int8, torch.float64]))
+    key = tensor(data.draw(st.sampled_from([5, 5, 5, 4])), dtype)
+    case = {
+        "query": tensor(4, dtype),
+        "key": key,
+        "value": data.draw(st.sampled_from([key, key[..., :1], tensor(5, dtype)])),
+        "positions": tensor(1, torch.int64) * data.draw(st.integers(-(2**62), 2**62)),
+        "softmax_scale": data.draw(st.floats(width=32)),
+        "query_start": data.draw(st.integers(-(2**63), 2**63 - 1)),
+    }
+    if data.draw(st.booleans()):
+        case["row_table"] = tensor(2, torch.int64) * data.draw(st.integers(-9, 9))
+    if data.draw(st.booleans()):
+        case["key_mask"] = tensor(2, torch.bool)
+    if dtype == torch.float64:
+        return  # torch's ops compute that
+    with contextlib.suppress(SparseKVError):
+        out, lse = cpu.partial_attention(**case)
+        assert out.shape[:3] == lse.shape
