@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 LIBRARY_NAME = "libsparsekv_cpu.so"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-pthread")
+# Some compilers link their own copy of the C++ library: it must not mix with the process's.
+LINK_FLAGS = ("-Wl,--exclude-libs,ALL",)
 
 _COMPILE_SECONDS = 600
 
@@ -70,7 +72,7 @@ def _fingerprint(compiler: str) -> str:
     hashed = hashlib.sha256()
     for source in sorted(SOURCES.glob("*.h")) + _translation_units():
         hashed.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
-    hashed.update(" ".join(FLAGS).encode())
+    hashed.update(" ".join(FLAGS + LINK_FLAGS).encode())
     hashed.update(_run([compiler, "--version"]).encode())
     return hashed.hexdigest()[:16]
 
@@ -104,7 +106,7 @@ def _build(compiler: str, folder: Path) -> None:
                 process.wait()
         library = temporary / LIBRARY_NAME
         objects = [str(made) for made in sources.values()]
-        _run([compiler, "-shared", *FLAGS, *objects, "-o", str(library)])
+        _run([compiler, "-shared", *FLAGS, *LINK_FLAGS, *objects, "-o", str(library)])
         os.replace(library, folder / LIBRARY_NAME)
 
 

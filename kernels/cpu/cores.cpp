@@ -1,12 +1,15 @@
 // How many threads the library starts when nobody says.
+//
+// Files are read by C's functions: C++ streams find their locale through symbols that two copies of
+// the C++ library in one process share, and where the compiler links its own they crash.
 #include <sched.h>
 
 #include <algorithm>
-#include <fstream>
+#include <cstdio>
 #include <set>
-#include <sstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "pool.h"
 
@@ -14,11 +17,32 @@ namespace sparsekv {
 
 namespace {
 
-std::string read_line(const std::string& path) {
-  std::ifstream file(path);
+std::vector<std::string> read_lines(const std::string& path) {
+  std::vector<std::string> lines;
+  std::FILE* file = std::fopen(path.c_str(), "r");
+  if (!file) return lines;
   std::string line;
-  std::getline(file, line);
-  return line;
+  for (int c; (c = std::fgetc(file)) != EOF;) {
+    if (c != '\n') {
+      line.push_back(char(c));
+      continue;
+    }
+    lines.push_back(line);
+    line.clear();
+  }
+  if (!line.empty()) lines.push_back(line);
+  std::fclose(file);
+  return lines;
+}
+
+std::string read_line(const std::string& path) {
+  const std::vector<std::string> lines = read_lines(path);
+  return lines.empty() ? std::string() : lines.front();
+}
+
+// Both numbers of a text; false if it does not start with two.
+bool two_numbers(const std::string& text, double& first, double& second) {
+  return std::sscanf(text.c_str(), "%lf %lf", &first, &second) == 2;
 }
 
 // Threads of one core name the same siblings; a processor that names none counts as a core.
@@ -47,9 +71,7 @@ int granted(double quota, double period, int limit) {
 
 // The process's control group and each one above it, in both versions of the interface.
 int within_cgroup(int limit) {
-  std::ifstream groups("/proc/self/cgroup");
-  std::string line;
-  while (std::getline(groups, line)) {
+  for (const std::string& line : read_lines("/proc/self/cgroup")) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
@@ -59,16 +81,12 @@ int within_cgroup(int limit) {
     std::string path = line.substr(second + 1);
     for (;;) {
       const std::string folder = root + (path == "/" ? "" : path);
-      if (unified) {  // "max 100000", or "150000 100000"
-        std::istringstream text(read_line(folder + "/cpu.max"));
-        double quota = 0, period = 0;
-        if (text >> quota >> period) limit = granted(quota, period, limit);
-      } else {
-        std::istringstream quota_text(read_line(folder + "/cpu.cfs_quota_us"));
-        std::istringstream period_text(read_line(folder + "/cpu.cfs_period_us"));
-        double quota = 0, period = 0;
-        if (quota_text >> quota && period_text >> period) limit = granted(quota, period, limit);
-      }
+      const std::string text = unified  // "max 100000", or "150000 100000"
+                                   ? read_line(folder + "/cpu.max")
+                                   : read_line(folder + "/cpu.cfs_quota_us") + " " +
+                                         read_line(folder + "/cpu.cfs_period_us");
+      double quota = 0, period = 0;
+      if (two_numbers(text, quota, period)) limit = granted(quota, period, limit);
       if (path.empty() || path == "/") break;
       path.resize(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
     }

@@ -5,6 +5,7 @@ What it shares with the other implementations is tested in test_partial_attentio
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -367,7 +368,8 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 FORK = """
-import os, sys, torch
+import os, sys, torch, warnings
+warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads: that is the test
 from sparsekv.kernels import cpu
 kv = torch.randn(9, 2, 2, 256, 64)
 call = (torch.randn(2, 8, 1, 64), kv, kv, torch.arange(9) * 256, 0.1)
@@ -389,6 +391,14 @@ def test_a_forked_child_computes_with_threads_of_its_own() -> None:
 
 
 # Choice and build
+
+
+def test_no_source_uses_streams() -> None:
+    """Where the compiler links its own C++ library, their locales crash beside the process's."""
+    for source in (ROOT / "kernels" / "cpu").glob("*.[ch]*"):
+        text = source.read_text(encoding="utf-8")
+        assert not re.search(r"#include <(fstream|sstream|iostream|iomanip|locale|regex)>", text)
+
 
 REPORT = """
 import logging
