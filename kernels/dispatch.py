@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsekv.errors import LayoutError
 from sparsekv.kernels import cpu, torch_ops
+from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.reference.compressor import carried_series, compress
 from sparsekv.kernels.reference.entry_format import unpack_entries
 from sparsekv.kernels.reference.rotary import apply_rotary
@@ -18,6 +19,7 @@ from sparsekv.kernels.torch_ops.indexer import lightning_indexer
 from sparsekv.kernels.torch_ops.sparse_attention import gathered_attention
 
 __all__ = [
+    "BlockLists",
     "GatheredAttention",
     "LightningIndexer",
     "PartialAttention",
@@ -49,6 +51,9 @@ class PartialAttention(Protocol):
         row_table: Tensor | None = None,
         query_start: int = 0,
         key_mask: Tensor | None = None,
+        key_start: Tensor | None = None,
+        sliding_window: int | None = None,
+        blocks: BlockLists | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 

@@ -6,7 +6,7 @@
 #define SPARSEKV_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Counted up when anything below changes its meaning; checked by who loads the library.
-#define SPARSEKV_INTERFACE 1
+#define SPARSEKV_INTERFACE 2
 
 enum {
   SPARSEKV_OK = 0,
@@ -15,6 +15,7 @@ enum {
   SPARSEKV_BAD_POSITION = 3,    // a position is out of range, or beyond the key mask
   SPARSEKV_NO_MEMORY = 4,       // the workspace does not fit
   SPARSEKV_NO_SUCH_ISA = 5,     // unknown, or not of this processor
+  SPARSEKV_BAD_BLOCK = 6,       // a listed block does not exist, or a list is longer than its room
 };
 
 // Strides count elements. The numbers of one token, or of one query, lie next to each other.
@@ -25,6 +26,9 @@ struct sparsekv_partial_attention_call {
   const int64_t* positions; // (num_segments,)
   const int64_t* row_table; // (num_segments, batch), end to end; null: row b is row b
   const uint8_t* key_mask;  // (batch, key_mask_size); null: nothing is hidden by it
+  const int64_t* key_start; // (batch,), first visible position; null: nothing is hidden by it
+  const int64_t* block_indices;  // (batch, num_kv_heads, max_blocks), end to end, each block once
+  const int64_t* num_blocks;     // (batch, num_kv_heads), end to end: how many of them count
   float* out;               // (batch, num_heads, num_queries, head_dim_v), end to end
   float* lse;               // (batch, num_heads, num_queries), end to end
   int64_t query_strides[3]; // batch, head, query
@@ -35,6 +39,9 @@ struct sparsekv_partial_attention_call {
   int64_t batch, num_heads, num_queries, head_dim, head_dim_v;
   int64_t num_segments, rows, num_kv_heads, tokens;
   int64_t query_start;
+  int64_t sliding_window;   // a query at p sees keys at p - sliding_window + 1 ... p; 0: from the first
+  int64_t block_size;       // block n: keys n * block_size ... of all segments; 0: no lists, all keys
+  int64_t max_blocks;
   float softmax_scale;
   int32_t dtype;            // of keys and values: 0 float32, 1 bfloat16, 2 float16
 };

@@ -31,61 +31,7 @@ SPARSEKV_INLINE Vector power_of_two(Vector x) {
   return scale_by_power(y, whole);
 }
 
-// Consecutive stored keys that at least one query token sees.
-struct Tile {
-  const char* key = nullptr;
-  const char* value = nullptr;
-  int count = 0;
-  int64_t position = 0;  // of the first
-};
-
-// The tiles of a task, in order. One never crosses a segment, a hidden key, or the border between
-// keys that all query tokens see and keys that only the later ones see.
-class Tiles {
- public:
-  explicit Tiles(const Task& task) : task_(task), at_(task.begin) {}
-
-  bool next(Tile& tile) {
-    while (at_ < task_.end) {
-      const int64_t segment = at_ / task_.tokens, first = segment * task_.tokens;
-      const int64_t position = task_.positions[segment];
-      const int64_t seen_by_all = task_.first_query_position - position + 1;
-      const int64_t segment_end = smaller(task_.tokens, task_.end - first);
-      const int64_t end = smaller(segment_end, seen_by_all + task_.num_queries - 1);
-      int64_t offset = at_ - first;
-      const uint8_t* mask = task_.key_mask ? task_.key_mask + position : nullptr;
-      if (mask) {
-        while (offset < end && !mask[offset]) offset++;
-      }
-      if (offset >= end) {
-        at_ = first + segment_end;
-        continue;
-      }
-      int64_t stop = smaller(offset + kTile, end);
-      if (offset < seen_by_all) stop = smaller(stop, seen_by_all);
-      int count = 1;
-      while (offset + count < stop && (!mask || mask[offset + count])) count++;
-      tile = {address(task_.key, segment, offset), address(task_.value, segment, offset), count,
-              position + offset};
-      at_ = first + offset + count;
-      return true;
-    }
-    return false;
-  }
-
- private:
-  static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-  const char* address(const Stored& stored, int64_t segment, int64_t offset) const {
-    const int64_t row =
-        task_.row_table ? task_.row_table[segment * task_.row_table_stride] : task_.row;
-    return stored.start + segment * stored.segment_stride + row * stored.row_stride +
-           offset * stored.token_stride;
-  }
-
-  const Task& task_;
-  int64_t at_;
-};
+#include "tiles.h"
 
 // One chunk of kTokens keys times the same chunk of kRows query rows, end to end, added to their
 // sums.
@@ -131,19 +77,40 @@ SPARSEKV_INLINE void multiply_chunk(Vector* sums, const char* const* keys, int64
   }
 }
 
-// What a value block is to fetch meanwhile: one step for each token, one for each chunk.
+// What is to be fetched of the values of a tile while another one is worked on: line by line, in
+// order of address where the tokens lie end to end.
 struct Ahead {
-  const char* start = nullptr;  // null: nothing
-  int64_t token_step = 0;
-  int64_t chunk_step = 0;
+  const char* line = nullptr;  // null: nothing is left
+  const char* token_end = nullptr;
+  const char* const* token = nullptr;
+  const char* const* last = nullptr;
+  int64_t bytes = 0;  // of a token
 };
 
-// One chunk of kRows rows of sums, end to end, += weights x the chunk of `count` values, after the
-// sums were scaled.
+SPARSEKV_INLINE Ahead ahead_of(const char* const* tokens, int count, int64_t bytes) {
+  return {tokens[0], tokens[0] + bytes, tokens, tokens + count - 1, bytes};
+}
+
+SPARSEKV_INLINE void fetch_line(Ahead& ahead) {
+  if (!ahead.line) return;
+  fetch(ahead.line);
+  ahead.line += 64;
+  if (ahead.line < ahead.token_end) return;
+  if (ahead.token == ahead.last) {
+    ahead.line = nullptr;
+    return;
+  }
+  ahead.token++;
+  ahead.line = *ahead.token;
+  ahead.token_end = ahead.line + ahead.bytes;
+}
+
+// One chunk of kRows rows of sums, end to end, += weights x the chunk of `count` values, found at
+// `offset` of each, after the sums were scaled.
 template <class Number, int kRows>
-SPARSEKV_INLINE void add_values(float* sums, const float* decay, const char* values,
-                                int64_t value_stride, int count, const float* weights,
-                                const char* ahead, int64_t ahead_step) {
+SPARSEKV_INLINE void add_values(float* sums, const float* decay, const char* const* values,
+                                int64_t offset, int count, const float* weights, Ahead& to_fetch) {
+  Ahead ahead = to_fetch;
   Vector first[kRows], second[kRows];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++) {
@@ -153,11 +120,9 @@ SPARSEKV_INLINE void add_values(float* sums, const float* decay, const char* val
   }
   for (int t = 0; t < count; t++) {
     Vector v, w;
-    Number::load_pair(values + t * value_stride, v, w);
-    if (ahead) {
-      fetch(ahead + t * ahead_step);
-      if (kChunk * Number::kBytes > 64) fetch(ahead + t * ahead_step + 64);
-    }
+    Number::load_pair(values[t] + offset, v, w);
+    fetch_line(ahead);
+    if (kChunk * Number::kBytes > 64) fetch_line(ahead);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
       const Vector weight = broadcast(weights[r * kTile + t]);
@@ -170,6 +135,7 @@ SPARSEKV_INLINE void add_values(float* sums, const float* decay, const char* val
     store(sums + r * kChunk, first[r]);
     store(sums + r * kChunk + kLanes, second[r]);
   }
+  to_fetch = ahead;
 }
 
 template <class Number>
@@ -202,20 +168,25 @@ class Attention {
     for (int i = 0; i < padded_rows_ * kLanes; i++) totals_[i] = 0.0f;
     for (int i = 0; i < lanes_of_rows; i++) tops_[i] = bases_[i] = -__builtin_inff();
     for (int i = 0; i < lanes_of_rows; i++) decays_[i] = 0.0f;
+    for (int t = 0; t < kTile; t++) {
+      unpacked_[t] = reinterpret_cast<const char*>(unpacked_keys_ + t * kChunk);
+    }
     lay_out_query();
   }
 
   void run() {
     Tiles tiles(task_);
-    Tile tile, next;
-    bool more = tiles.next(tile);
-    if (more) fetch_tile(tile.key, task_.key.token_stride, tile.count, task_.head_dim);
+    Tile two[2], *tile = &two[0], *next = &two[1];
+    bool more = tiles.next(*tile);
+    for (int t = 0; t < tile->count; t++) fetch_token(tile->key[t], task_.head_dim);
     while (more) {
-      more = tiles.next(next);
-      score(tile, more ? &next : nullptr);
-      weigh(tile);
-      add(tile, more ? &next : nullptr);
+      more = tiles.next(*next);
+      score(*tile, *next);
+      weigh(*tile);
+      add(*tile, *next);
+      Tile* done = tile;
       tile = next;
+      next = done;
     }
     write();
   }
@@ -253,18 +224,15 @@ class Attention {
     }
   }
 
-  static void fetch_tile(const char* p, int64_t stride, int count, int dim) {
-    for (int t = 0; t < count; t++) fetch_token(p + t * stride, dim);
-  }
   SPARSEKV_INLINE void fetch_token(const char* p, int dim) {
     for (int byte = 0; byte < dim * Number::kBytes; byte += 64) fetch(p + byte);
   }
 
-  // Chunk at `offset` of `count` tokens as floats, zeros beyond the last number.
-  static void unpack(const char* from, int64_t stride, int count, int offset, int dim, float* to) {
+  // Chunk at number `offset` of `count` tokens as floats, zeros beyond the last number.
+  static void unpack(const char* const* tokens, int count, int offset, int dim, float* to) {
     const int valid = dim - offset;
-    for (int t = 0; t < count; t++, from += stride, to += kChunk) {
-      const char* p = from + offset * Number::kBytes;
+    for (int t = 0; t < count; t++, to += kChunk) {
+      const char* p = tokens[t] + offset * Number::kBytes;
       alignas(64) char padded[kChunk * Number::kBytes];
       if (valid < kChunk) {
         memset(padded, 0, sizeof padded);
@@ -279,13 +247,13 @@ class Attention {
   }
 
   // scores_: (rows, kTile), query rows times the keys of the tile.
-  void score(const Tile& tile, const Tile* next) {
+  void score(const Tile& tile, const Tile& next) {
     const int whole = task_.head_dim / kChunk * kChunk;
     if (whole < task_.head_dim) {
-      unpack(tile.key, task_.key.token_stride, tile.count, whole, task_.head_dim, unpacked_keys_);
+      unpack(tile.key, tile.count, whole, task_.head_dim, unpacked_keys_);
     }
     for (int r = 0; r < padded_rows_;) {
-      const Tile* ahead = r == 0 ? next : nullptr;
+      const Tile* ahead = r == 0 ? &next : nullptr;
       const int left = padded_rows_ - r;
       if (left >= kRowBlock) {
         score_rows<kRowBlock>(tile, r, whole, ahead);
@@ -306,15 +274,14 @@ class Attention {
   template <int kRows>
   void score_rows(const Tile& tile, int row, int whole, const Tile* ahead) {
     constexpr int kTokens = kAccumulators / kRows;
-    const int64_t stride = task_.key.token_stride;
     const float* query = query_ + int64_t(row) * padded_dim_;
     for (int t = 0; t < tile.count; t += kTokens) {
       const char *keys[kTokens], *unpacked[kTokens];
       for (int i = 0; i < kTokens; i++) {
         const int token = t + i < tile.count ? t + i : tile.count - 1;
-        keys[i] = tile.key + token * stride;
-        unpacked[i] = reinterpret_cast<const char*>(unpacked_keys_ + token * kChunk);
-        if (ahead && t + i < ahead->count) fetch_token(ahead->key + (t + i) * stride, task_.head_dim);
+        keys[i] = tile.key[token];
+        unpacked[i] = unpacked_[token];
+        if (ahead && t + i < ahead->count) fetch_token(ahead->key[t + i], task_.head_dim);
       }
       Vector products[kAccumulators];
 #pragma GCC unroll 16
@@ -335,29 +302,24 @@ class Attention {
     }
   }
 
-  // Keys of the tile that a query row sees: the first ones.
-  int num_seen(const Tile& tile, int row) const {
-    const int64_t last = task_.first_query_position + row % task_.num_queries - tile.position;
-    return last + 1 < tile.count ? (last < 0 ? 0 : int(last + 1)) : tile.count;
-  }
-  bool is_partly_seen(const Tile& tile) const {
-    return tile.position + tile.count - 1 > task_.first_query_position;
-  }
-
   // The difference first: it is exact where it matters, and never above 0.
   Vector weights_of(Vector scores, Vector base) const {
     return power_of_two(times(minus(scores, base), broadcast(factor_)));
   }
 
+  // Tokens of the tile that a query row sees.
+  Seen seen(const Tile& tile, int row) const {
+    return seen_by(task_, tile, row % task_.num_queries);
+  }
+
   // Scores become weights, relative to the largest score of the row so far.
   void weigh(const Tile& tile) {
-    const bool partly = is_partly_seen(tile);
     const int width = rounded_up(tile.count, kLanes);
     for (int r = 0; r < rows_; r++) {
       float* scores = scores_ + r * kTile;
-      for (int t = partly ? num_seen(tile, r) : tile.count; t < width; t++) {
-        scores[t] = -__builtin_inff();
-      }
+      const Seen range = seen(tile, r);
+      for (int t = 0; t < range.first; t++) scores[t] = -__builtin_inff();
+      for (int t = range.last; t < width; t++) scores[t] = -__builtin_inff();
       Vector top = load(scores);
       for (int t = kLanes; t < width; t += kLanes) top = maximum(load(scores + t), top);
       const float found = largest(top);
@@ -382,62 +344,55 @@ class Attention {
   }
 
   // sums_: (rows, padded head_dim_v), decayed, plus weights times values.
-  void add(const Tile& tile, const Tile* next) {
-    const Stored& value = task_.value;
-    const bool partly = is_partly_seen(tile);
-    const Ahead ahead = next ? values_ahead(*next) : Ahead{};
+  void add(const Tile& tile, const Tile& next) {
+    Ahead ahead, nothing;
+    if (next.count > 0 && next.value[0] != next.key[0]) {  // else keys are fetched already
+      ahead = ahead_of(next.value, next.count, int64_t(task_.head_dim_v) * Number::kBytes);
+    }
     for (int d = 0; d < padded_dim_v_; d += kChunk) {
-      const char* fetched = ahead.start ? ahead.start + d / kChunk * ahead.chunk_step : nullptr;
-      if (!partly && padded_rows_ <= kRowBlock && d + kChunk <= task_.head_dim_v) {
-        add_rows<Number>(tile.value + d * Number::kBytes, value.token_stride, tile.count, d,
-                         fetched, ahead.token_step);
+      if (tile.seen_by_all && padded_rows_ <= kRowBlock && d + kChunk <= task_.head_dim_v) {
+        add_rows<Number>(tile.value, int64_t(d) * Number::kBytes, tile.count, d, ahead);
         continue;
       }
-      unpack(tile.value, value.token_stride, tile.count, d, task_.head_dim_v, unpacked_values_);
-      const char* unpacked = reinterpret_cast<const char*>(unpacked_values_);
-      if (!partly) {
-        add_rows<Fp32>(unpacked, kChunk * 4, tile.count, d, fetched, ahead.token_step);
+      unpack(tile.value, tile.count, d, task_.head_dim_v, unpacked_values_);
+      if (tile.seen_by_all) {
+        add_rows<Fp32>(unpacked_, unpacked_values(), tile.count, d, ahead);
         continue;
       }
       for (int r = 0; r < rows_; r++) {  // a hidden value must not even be multiplied by zero
-        add_values<Fp32, 1>(sums_ + chunk(r, padded_dim_v_, d), decays_ + r, unpacked, kChunk * 4,
-                            num_seen(tile, r), scores_ + r * kTile, nullptr, 0);
+        const Seen range = seen(tile, r);
+        add_values<Fp32, 1>(sums_ + chunk(r, padded_dim_v_, d), decays_ + r, unpacked_ + range.first,
+                            unpacked_values(), range.last - range.first,
+                            scores_ + r * kTile + range.first, nothing);
       }
     }
   }
 
+  // From the unpacked keys of a token to its unpacked values.
+  int64_t unpacked_values() const { return (unpacked_values_ - unpacked_keys_) * int64_t{4}; }
+
   template <class Unpacked>
-  void add_rows(const char* values, int64_t stride, int count, int d, const char* ahead,
-                int64_t step) {
+  void add_rows(const char* const* values, int64_t offset, int count, int d, Ahead& ahead) {
+    Ahead nothing;
     for (int r = 0; r < padded_rows_;) {
       float* sums = sums_ + chunk(r, padded_dim_v_, d);
       const float *decay = decays_ + r, *weights = scores_ + r * kTile;
-      const char* fetched = r == 0 ? ahead : nullptr;
+      Ahead& fetched = r == 0 ? ahead : nothing;
       const int left = padded_rows_ - r;
       if (left >= kRowBlock) {
-        add_values<Unpacked, kRowBlock>(sums, decay, values, stride, count, weights, fetched, step);
+        add_values<Unpacked, kRowBlock>(sums, decay, values, offset, count, weights, fetched);
         r += kRowBlock;
       } else if (left >= 4) {
-        add_values<Unpacked, 4>(sums, decay, values, stride, count, weights, fetched, step);
+        add_values<Unpacked, 4>(sums, decay, values, offset, count, weights, fetched);
         r += 4;
       } else if (left >= 2) {
-        add_values<Unpacked, 2>(sums, decay, values, stride, count, weights, fetched, step);
+        add_values<Unpacked, 2>(sums, decay, values, offset, count, weights, fetched);
         r += 2;
       } else {
-        add_values<Unpacked, 1>(sums, decay, values, stride, count, weights, fetched, step);
+        add_values<Unpacked, 1>(sums, decay, values, offset, count, weights, fetched);
         r += 1;
       }
     }
-  }
-
-  // Values of the next tile in order of address where tokens lie end to end, else column by column.
-  Ahead values_ahead(const Tile& next) const {
-    if (next.value == next.key) return {};  // keys are fetched already
-    const int64_t chunk = kChunk * Number::kBytes, stride = task_.value.token_stride;
-    if (stride == int64_t(task_.head_dim_v) * Number::kBytes) {
-      return {next.value, chunk, chunk * next.count};
-    }
-    return {next.value, stride, chunk};
   }
 
   void write() {
@@ -454,6 +409,7 @@ class Attention {
   const float factor_;  // of a score in the exponent of its weight
   float *query_, *scores_, *sums_, *totals_, *unpacked_keys_, *unpacked_values_;
   float *tops_, *bases_, *decays_;
+  const char* unpacked_[kTile];  // of each token of a tile, in unpacked_keys_
 };
 
 void attend(const Task& task, Dtype dtype) {

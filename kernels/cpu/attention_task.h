@@ -41,7 +41,12 @@ struct Task {
   int64_t row_table_stride;
   int64_t row;
   const uint8_t* key_mask;    // of this row, by position; null: nothing is hidden by it
-  int64_t begin;              // range of keys, counted through all segments
+  int64_t first_position;     // of this row: keys before it are padding
+  int64_t sliding_window;     // a query at position p sees keys at p - sliding_window + 1 ... p
+  const int64_t* blocks;      // which blocks to attend to, in this order; null: all keys
+  int64_t block_size;         // block n: keys n * block_size ... of all segments, end to end
+  int64_t num_keys;           // of all segments
+  int64_t begin;              // range of keys, counted through all segments, or through the blocks
   int64_t end;
 
   float* partial;  // (rows, head_dim_v + 2): weighted values, total weight, largest score

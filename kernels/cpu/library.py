@@ -19,7 +19,7 @@ from sparsekv.kernels.cpu.build import SOURCES, BuildError, built_library
 
 logger = logging.getLogger(__name__)
 
-_INTERFACE = 1  # SPARSEKV_INTERFACE of api.h
+_INTERFACE = 2  # SPARSEKV_INTERFACE of api.h
 _CHOICES = ("auto", "native", "torch")
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsekv.errors import CapacityError, LayoutError
 from sparsekv.kernels import torch_ops
+from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu.library import native_library
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -16,8 +17,10 @@ _LAYOUT_ERRORS = {
     1: "a size is out of range; check the shapes",
     2: "row_table names a physical row that does not exist; entries must be within 0 and rows - 1",
     3: "positions lie out of range, or beyond key_mask; key_mask must reach the last key",
+    6: "a list names a block that does not exist, or is longer than its room; list each block once",
 }
 _NO_MEMORY = 4
+_LARGEST = 2**48  # of a size: longer than any sequence
 
 
 class _Call(ctypes.Structure):
@@ -25,7 +28,8 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "positions", "row_table")),
-        *((name, ctypes.c_void_p) for name in ("key_mask", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("key_mask", "key_start", "block_indices")),
+        *((name, ctypes.c_void_p) for name in ("num_blocks", "out", "lse")),
         ("query_strides", ctypes.c_int64 * 3),
         ("key_strides", ctypes.c_int64 * 4),
         ("value_strides", ctypes.c_int64 * 4),
@@ -33,6 +37,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "num_heads", "num_queries")),
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v", "num_segments", "rows")),
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "tokens", "query_start")),
+        *((name, ctypes.c_int64) for name in ("sliding_window", "block_size", "max_blocks")),
         ("softmax_scale", ctypes.c_float),
         ("dtype", ctypes.c_int32),
     )
@@ -48,6 +53,9 @@ def partial_attention(
     row_table: Tensor | None = None,
     query_start: int = 0,
     key_mask: Tensor | None = None,
+    key_start: Tensor | None = None,
+    sliding_window: int | None = None,
+    blocks: BlockLists | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of `query` to one set of keys; defined by the reference op of the same name.
@@ -73,9 +81,16 @@ def partial_attention(
             row_table=row_table,
             query_start=query_start,
             key_mask=key_mask,
+            key_start=key_start,
+            sliding_window=sliding_window,
+            blocks=blocks,
             mask=mask,
         )
-    _check(query, key, value, positions, row_table, key_mask)
+    _check(query, key, value, positions, row_table, key_mask, key_start)
+    if sliding_window is not None and sliding_window < 1:
+        raise LayoutError(f"sliding_window={sliding_window}: must be at least 1, or None")
+    if blocks is not None:
+        blocks.check_shape(query.shape[0], key.shape[2], query.device)
     num_segments, rows, num_kv_heads, tokens, head_dim = key.shape
     batch, num_heads, num_queries, _ = query.shape
     out = torch.empty(batch, num_heads, num_queries, value.shape[-1], dtype=torch.float32)
@@ -87,6 +102,9 @@ def partial_attention(
     row_table = None if row_table is None else row_table.contiguous()
     if key_mask is not None and not _is_contiguous_at_last(key_mask):
         key_mask = key_mask.contiguous()
+    key_start = None if key_start is None else key_start.contiguous()
+    indices = None if blocks is None else blocks.indices.contiguous()
+    num_blocks = None if blocks is None else blocks.num_blocks.contiguous()
     call = _Call(
         query=query.data_ptr(),
         key=key.data_ptr(),
@@ -94,6 +112,9 @@ def partial_attention(
         positions=positions.data_ptr(),
         row_table=None if row_table is None else row_table.data_ptr(),
         key_mask=None if key_mask is None else key_mask.data_ptr(),
+        key_start=None if key_start is None else key_start.data_ptr(),
+        block_indices=None if indices is None else indices.data_ptr(),
+        num_blocks=None if num_blocks is None else num_blocks.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         query_strides=query.stride()[:3],
@@ -111,6 +132,9 @@ def partial_attention(
         num_kv_heads=num_kv_heads,
         tokens=tokens,
         query_start=query_start,
+        sliding_window=min(sliding_window or 0, _LARGEST),
+        block_size=0 if blocks is None else min(blocks.block_size, _LARGEST),
+        max_blocks=0 if indices is None else indices.shape[2],
         softmax_scale=softmax_scale,
         dtype=_DTYPES[key.dtype],
     )
@@ -140,9 +164,10 @@ def _check(
     positions: Tensor,
     row_table: Tensor | None,
     key_mask: Tensor | None,
+    key_start: Tensor | None,
 ) -> None:
     named = {"query": query, "key": key, "value": value, "positions": positions}
-    options = {"row_table": row_table, "key_mask": key_mask}
+    options = {"row_table": row_table, "key_mask": key_mask, "key_start": key_start}
     named |= {name: tensor for name, tensor in options.items() if tensor is not None}
     for name, tensor in named.items():
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -161,6 +186,8 @@ def _check(
             f"query has {batch} rows, the keys {key.shape[1]}: must be equal without a row_table; "
             "give one"
         )
+    if key_start is not None:
+        _check_integers("key_start", key_start, (batch,))
     if key_mask is not None and (
         key_mask.dtype != torch.bool or key_mask.dim() != 2 or key_mask.shape[0] != batch
     ):

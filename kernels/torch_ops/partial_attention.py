@@ -11,6 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.block_lists import BlockLists
+from sparsekv.kernels.reference.partial_attention import check_visibility
+from sparsekv.kernels.torch_ops.listed_keys import ListedKeys, Part
+from sparsekv.kernels.torch_ops.visibility import Visibility, either, hidden_and_bias
+
 WORKSPACE_BYTES = 16 * 2**20
 """What one block may take: scores, masks, and keys and values that are converted or gathered."""
 
@@ -28,6 +33,9 @@ def partial_attention(
     row_table: Tensor | None = None,
     query_start: int = 0,
     key_mask: Tensor | None = None,
+    key_start: Tensor | None = None,
+    sliding_window: int | None = None,
+    blocks: BlockLists | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of `query` to one set of keys; defined by the reference op of the same name.
@@ -35,8 +43,9 @@ def partial_attention(
     Products and sums are in float32 (float64 for float64 input). Float32 keys and values without a
     row table are read where they lie if their first three strides collapse into one, as a region's
     do; others are copied a block at a time. On CUDA nothing is read back for a single query token;
-    for several, one flag for each block with hidden keys.
+    for several, one flag for each block with hidden keys; with `blocks`, some more.
     """
+    check_visibility(query, key, sliding_window, blocks)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, num_heads, num_queries, _ = query.shape
     head_dim_v = value.shape[-1]
@@ -46,16 +55,25 @@ def partial_attention(
         return out, lse
 
     queries_per_block, keys_per_block = _block_size(query, key, head_dim_v, dtype)
-    masks = _Masks(positions, key, query_start, key_mask, mask)
+    visibility = Visibility(
+        query_start=query_start,
+        key_mask=key_mask,
+        key_start=key_start,
+        sliding_window=sliding_window,
+        mask=mask,
+    )
+    source = (
+        _AllKeys(key, value, positions, row_table, visibility)
+        if blocks is None
+        else ListedKeys(key, value, positions, row_table, blocks, visibility)
+    )
     for first in range(0, num_queries, queries_per_block):
         queries = slice(first, min(first + queries_per_block, num_queries))
         scaled = query[:, :, queries].to(dtype) * softmax_scale  # [B, H, T, D]
         grouped = scaled.unflatten(1, (key.shape[2], -1))  # [B, G, E, T, D]
         softmax = _RunningSoftmax(grouped, head_dim_v)
-        for segments, tokens in masks.blocks(queries, keys_per_block):
-            keys = _rows(key, row_table, segments, tokens).to(dtype)
-            values = _rows(value, row_table, segments, tokens).to(dtype)
-            softmax.add(keys, values, *masks.of(segments, tokens, queries))
+        for keys, values, bias, hidden in source.parts(queries, keys_per_block):
+            softmax.add(keys.to(dtype), values.to(dtype), bias, hidden)
         out[:, :, queries], lse[:, :, queries] = softmax.result()
     return out, lse
 
@@ -86,64 +104,77 @@ def _rows(stored: Tensor, row_table: Tensor | None, segments: slice, tokens: sli
     return block[torch.arange(len(table), device=stored.device)[:, None], table]
 
 
-class _Masks:
-    """Which keys of a block are hidden from which query tokens, and what is added to the scores."""
+class _AllKeys:
+    """All keys of a call, block by block, and which of a block are hidden from which queries."""
 
     def __init__(
         self,
-        positions: Tensor,
         key: Tensor,
-        query_start: int,
-        key_mask: Tensor | None,
-        mask: Tensor | None,
+        value: Tensor,
+        positions: Tensor,
+        row_table: Tensor | None,
+        visibility: Visibility,
     ) -> None:
+        self._key, self._value = key, value
         self._positions = positions
         self._starts: list[int] = positions.tolist()
+        self._row_table = row_table
         self._num_kv_heads, self._tokens = key.shape[2:4]
-        self._query_start = query_start
-        self._key_mask = key_mask
-        self._mask = mask
+        self._visibility = visibility
         self._device = key.device
 
-    def blocks(self, queries: slice, keys_per_block: int) -> Iterator[tuple[slice, slice]]:
-        """(segments, tokens) of each block of keys, without those that the causal rule hides."""
-        causal_end = self._query_start + queries.stop if self._mask is None else None
+    def parts(self, queries: slice, keys_per_part: int) -> Iterator[Part]:
+        """All keys that some of the query tokens may see."""
+        for segments, tokens in self._blocks(queries, keys_per_part):
+            keys = _rows(self._key, self._row_table, segments, tokens)
+            values = _rows(self._value, self._row_table, segments, tokens)
+            bias, hidden = self._hidden(segments, tokens, queries)
+            yield keys, values, bias, hidden
+
+    def _blocks(self, queries: slice, keys_per_block: int) -> Iterator[tuple[slice, slice]]:
+        """(segments, tokens) of each block, without keys too early or too late for the queries."""
+        first_seen = self._visibility.first_position(queries)
+        end_seen = self._visibility.end_position(queries)
         together = keys_per_block // self._tokens
         if together > 1:
             for first in range(0, len(self._starts), together):
                 segments = slice(first, min(first + together, len(self._starts)))
-                if causal_end is None or min(self._starts[segments]) < causal_end:
+                starts = self._starts[segments]
+                is_late = end_seen is not None and min(starts) >= end_seen
+                is_early = first_seen is not None and max(starts) + self._tokens <= first_seen
+                if not is_late and not is_early:
                     yield segments, slice(0, self._tokens)
             return
         for index, start in enumerate(self._starts):
-            end = self._tokens if causal_end is None else min(self._tokens, causal_end - start)
-            for first in range(0, end, keys_per_block):
+            begin = 0 if first_seen is None else max(0, first_seen - start)
+            end = self._tokens if end_seen is None else min(self._tokens, end_seen - start)
+            for first in range(begin, end, keys_per_block):
                 yield slice(index, index + 1), slice(first, min(first + keys_per_block, end))
 
-    def of(
+    def _hidden(
         self, segments: slice, tokens: slice, queries: slice
     ) -> tuple[Tensor | None, Tensor | None]:
         """(bias, hidden) of a block, each broadcasting to [L, B, G, E, T, W]; None: neither."""
+        rule = self._visibility
         bias = hidden = None
-        if self._mask is not None:
-            block = self._take(self._mask[:, :, queries], segments, tokens)  # [B, H, T, L, W]
+        starts = self._starts[segments]
+        first, last = min(starts) + tokens.start, max(starts) + tokens.stop - 1
+        if rule.mask is not None:
+            block = self._take(rule.mask[:, :, queries], segments, tokens)  # [B, H, T, L, W]
             block = block.permute(3, 0, 1, 2, 4)
             kv_heads = self._num_kv_heads if block.shape[2] > 1 else 1
-            block = block.unflatten(2, (kv_heads, -1))  # [L, B, G, E, T, W]
-            if block.dtype == torch.bool:
-                hidden = ~block
-            else:
-                bias, hidden = block, block <= torch.finfo(block.dtype).min
-        elif max(self._starts[segments]) + tokens.stop - 1 > self._query_start + queries.start:
-            query_positions = self._query_start + torch.arange(
-                queries.start, queries.stop, device=self._device
-            )
-            key_positions = self._key_positions(segments, tokens)  # [L, W]
-            hidden = key_positions[:, None, None, None, None] > query_positions[:, None]
-        if self._key_mask is not None:
-            seen = self._take(self._key_mask, segments, tokens)  # [B, L, W]
-            padded = ~seen.transpose(0, 1)[:, :, None, None, None]
-            hidden = padded if hidden is None else hidden | padded
+            hidden, bias = hidden_and_bias(block.unflatten(2, (kv_heads, -1)))
+        if rule.is_limited(first, last, queries):
+            key_positions = self._key_positions(segments, tokens)[:, None, None, None]
+            distance = rule.hidden_by_distance(key_positions, queries)  # [L, 1, 1, 1, T, W]
+            hidden = either(hidden, distance)
+        if rule.key_mask is not None:
+            seen = self._take(rule.key_mask, segments, tokens)  # [B, L, W]
+            hidden = either(hidden, ~seen.transpose(0, 1)[:, :, None, None, None])
+        if rule.key_start is not None:
+            key_positions = self._key_positions(segments, tokens)[:, None, None, None, None]
+            row_starts = rule.key_start.to(self._device)[:, None, None, None, None]
+            hidden = either(hidden, key_positions < row_starts)  # [L, B, 1, 1, 1, W]
         return bias, hidden
 
     def _take(self, by_position: Tensor, segments: slice, tokens: slice) -> Tensor:
