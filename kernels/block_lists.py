@@ -24,7 +24,7 @@ class BlockLists:
         block_size: tokens of a block.
 
     Raises:
-        LayoutError: shapes, dtypes or devices break these rules, or block_size < 1.
+        LayoutError: shapes, dtypes or devices break these rules, or block_size is out of range.
     """
 
     indices: Tensor
@@ -32,8 +32,8 @@ class BlockLists:
     block_size: int
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise LayoutError(f"block_size={self.block_size}: must be at least 1 token")
+        if not 1 <= self.block_size <= 2**48:
+            raise LayoutError(f"block_size={self.block_size}: must be at least 1 token, below 2**48")
         for name, tensor, num_dims in (
             ("indices", self.indices, 3),
             ("num_blocks", self.num_blocks, 2),

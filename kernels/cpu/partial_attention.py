@@ -133,7 +133,7 @@ def partial_attention(
         tokens=tokens,
         query_start=query_start,
         sliding_window=min(sliding_window or 0, _LARGEST),
-        block_size=0 if blocks is None else min(blocks.block_size, _LARGEST),
+        block_size=0 if blocks is None else blocks.block_size,
         max_blocks=0 if indices is None else indices.shape[2],
         softmax_scale=softmax_scale,
         dtype=_DTYPES[key.dtype],

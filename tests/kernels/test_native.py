@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sparsekv.errors import LayoutError, SparseKVError
 from sparsekv.kernels import cpu, reference, torch_ops
+from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu import build, library
 
 ROOT = Path(__file__).parents[2]
@@ -518,6 +519,9 @@ KEY = make_case(torch.bfloat16)["key"]
         (wrong(key_mask=torch.ones(2, 230, dtype=torch.bool)), "beyond key_mask"),
         (wrong(key_mask=torch.ones(2, 231)), "key_mask"),
         (wrong(key_mask=torch.ones(1, 231, dtype=torch.bool)), "key_mask"),
+        (wrong(key_start=torch.zeros(2)), "key_start"),
+        (wrong(key_start=torch.zeros(3, dtype=torch.int64)), "key_start"),
+        (wrong(key_start=torch.zeros(2, dtype=torch.int64, device="meta")), "key_start is"),
     ],
 )
 def test_wrong_inputs_raise(case: dict[str, Any], message: str) -> None:
@@ -525,7 +529,7 @@ def test_wrong_inputs_raise(case: dict[str, Any], message: str) -> None:
         cpu.partial_attention(**case)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_nothing_given_to_the_op_ends_the_process(data: st.DataObject) -> None:
     dim = st.integers(0, 5)
@@ -549,8 +553,21 @@ def test_nothing_given_to_the_op_ends_the_process(data: st.DataObject) -> None:
         case["row_table"] = tensor(2, torch.int64) * data.draw(st.integers(-9, 9))
     if data.draw(st.booleans()):
         case["key_mask"] = tensor(2, torch.bool)
+    any_integer = st.integers(-(2**63), 2**63 - 1)
+    if data.draw(st.booleans()):
+        case["key_start"] = tensor(1, torch.int64) * data.draw(any_integer)
+    if data.draw(st.booleans()):
+        case["sliding_window"] = data.draw(st.integers(-1, 3) | st.integers(-(2**70), 2**70))
     if dtype == torch.float64:
         return  # torch's ops compute that
     with contextlib.suppress(SparseKVError):
+        if data.draw(st.booleans()):
+            indices = tensor(3, torch.int64) * data.draw(st.integers(-1, 2) | any_integer)
+            num_blocks = torch.ones(indices.shape[:2], dtype=torch.int64)
+            case["blocks"] = BlockLists(
+                indices=indices,
+                num_blocks=num_blocks * data.draw(st.integers(-1, 5) | any_integer),
+                block_size=data.draw(st.integers(0, 5) | st.integers(-(2**70), 2**70)),
+            )
         out, lse = cpu.partial_attention(**case)
         assert out.shape[:3] == lse.shape
