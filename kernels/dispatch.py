@@ -20,12 +20,16 @@ from sparsekv.kernels.torch_ops.sparse_attention import gathered_attention
 
 __all__ = [
     "BlockLists",
+    "CopySegment",
+    "GatherBlocks",
     "GatheredAttention",
     "LightningIndexer",
     "PartialAttention",
     "apply_rotary",
     "carried_series",
     "compress",
+    "copy_segment_for",
+    "gather_blocks_for",
     "gathered_attention_for",
     "lightning_indexer_for",
     "pack_entries",
@@ -80,6 +84,27 @@ class GatheredAttention(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class GatherBlocks(Protocol):
+    """Copies of named blocks; sparsekv.kernels.reference.gather defines it."""
+
+    def __call__(
+        self,
+        source: Tensor,
+        block_ids: Tensor,
+        num_blocks: Tensor,
+        block_size: int,
+        out: Tensor,
+        *,
+        row_table: Tensor | None = None,
+    ) -> None: ...
+
+
+class CopySegment(Protocol):
+    """The copy of a segment to its place; sparsekv.kernels.reference.gather defines it."""
+
+    def __call__(self, source: Tensor, out: Tensor) -> None: ...
+
+
 _PARTIAL_ATTENTION: dict[str, PartialAttention] = {
     "cpu": cpu.partial_attention,
     "cuda": torch_ops.partial_attention,
@@ -91,6 +116,14 @@ _LIGHTNING_INDEXER: dict[str, LightningIndexer] = {
 _GATHERED_ATTENTION: dict[str, GatheredAttention] = {
     "cpu": gathered_attention,
     "cuda": gathered_attention,
+}
+_GATHER_BLOCKS: dict[str, GatherBlocks] = {
+    "cpu": cpu.gather_blocks,
+    "cuda": torch_ops.gather_blocks,
+}
+_COPY_SEGMENT: dict[str, CopySegment] = {
+    "cpu": cpu.copy_segment,
+    "cuda": torch_ops.copy_segment,
 }
 
 
@@ -111,6 +144,16 @@ def lightning_indexer_for(device: torch.device) -> LightningIndexer:
 def gathered_attention_for(device: torch.device) -> GatheredAttention:
     """The implementation of attention to gathered entries on `device`; raises as above."""
     return _on(device, _GATHERED_ATTENTION)
+
+
+def gather_blocks_for(device: torch.device) -> GatherBlocks:
+    """The implementation of the gather of blocks for tensors on `device`; raises as above."""
+    return _on(device, _GATHER_BLOCKS)
+
+
+def copy_segment_for(device: torch.device) -> CopySegment:
+    """The implementation of the copy of a segment on `device`; raises as above."""
+    return _on(device, _COPY_SEGMENT)
 
 
 def _on(device: torch.device, implementations: dict[str, Op]) -> Op:

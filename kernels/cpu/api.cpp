@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "gather.h"
 #include "partial_attention.h"
 #include "pool.h"
 
@@ -51,6 +52,18 @@ int32_t sparsekv_partial_attention(const sparsekv_partial_attention_call* call) 
   try {
     partial_attention(*call, *kernel_in_use().load());
   } catch (...) {  // of whatever kind: nothing may leave a C interface
+    return SPARSEKV_NO_MEMORY;
+  }
+  return SPARSEKV_OK;
+}
+
+int32_t sparsekv_gather_blocks(const sparsekv_gather_blocks_call* call) {
+  if (!call) return SPARSEKV_BAD_ARGUMENT;
+  const int32_t wrong = check(*call);
+  if (wrong != SPARSEKV_OK) return wrong;
+  try {
+    gather_blocks(*call, copy_kernel_for(sparsekv_isa()));
+  } catch (...) {
     return SPARSEKV_NO_MEMORY;
   }
   return SPARSEKV_OK;

@@ -169,4 +169,5 @@ def _open(path: Path) -> Any:
     functions.sparsekv_set_isa.argtypes = (ctypes.c_char_p,)
     functions.sparsekv_set_threads.argtypes = (ctypes.c_int32,)
     functions.sparsekv_partial_attention.argtypes = (ctypes.c_void_p,)
+    functions.sparsekv_gather_blocks.argtypes = (ctypes.c_void_p,)
     return functions

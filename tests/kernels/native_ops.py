@@ -1,5 +1,7 @@
-"""The native op in each instruction set, for tests to be parametrised with."""
+"""The native ops in each instruction set, for tests to be parametrised with."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,22 @@ from sparsekv.kernels.cpu import library
 ISAS = ("avx512", "avx2", "portable")
 
 
+@contextlib.contextmanager
+def use_isa(isa: str) -> Iterator[None]:
+    """Within, the native library runs in one instruction set; skips where it cannot."""
+    if library.native_library() is None:
+        pytest.skip(f"no native library: {cpu.backend().reason}")
+    try:
+        library.set_isa(isa)
+    except LayoutError:
+        pytest.skip(f"this processor has no {isa}")
+    try:
+        assert cpu.backend().isa == isa
+        yield
+    finally:
+        library.set_isa(None)
+
+
 class NativeOp:
     """Partial attention by the native library in one instruction set; skips where it cannot run."""
 
@@ -19,17 +37,8 @@ class NativeOp:
         self.isa = isa
 
     def __call__(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        if library.native_library() is None:
-            pytest.skip(f"no native library: {cpu.backend().reason}")
-        try:
-            library.set_isa(self.isa)
-        except LayoutError:
-            pytest.skip(f"this processor has no {self.isa}")
-        try:
-            assert cpu.backend().isa == self.isa
+        with use_isa(self.isa):
             return cpu.partial_attention(*tensors, **options)
-        finally:
-            library.set_isa(None)
 
 
 NATIVE_OPS = [pytest.param(NativeOp(isa), id=isa) for isa in ISAS]
