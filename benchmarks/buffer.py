@@ -15,7 +15,7 @@ from benchmarks.machine import available_bytes, llc_bytes
 
 HUGE_PAGE_BYTES = 2 << 20
 CACHES = 4.25
-"""Last-level caches that a buffer holds: what a pass leaves there is gone when the next one comes."""
+"""Last-level caches to a buffer: what a pass leaves there is gone when the next one comes."""
 
 _LEAST_BYTES = 256 << 20
 

@@ -1,0 +1,115 @@
+"""What the scripts' command lines share: options, a bar on stderr, the table, the result file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.machine import num_cores
+from benchmarks.results import FOLDER, Check, Row, make_result, write_result
+
+THREADS = (1, 2, 4, 8, 15, 16)
+
+
+def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """A parser with the options of every script; `rounds` is the default of --rounds."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--threads",
+        type=numbers,
+        default=[n for n in THREADS if n <= num_cores()],
+        metavar="N,N,...",
+        help="numbers of threads (default: those of 1, 2, 4, 8, 15, 16 that have a core each)",
+    )
+    made.add_argument(
+        "--rounds",
+        type=int,
+        default=rounds,
+        help="interleaved rounds, of which medians are taken (default: %(default)s)",
+    )
+    made.add_argument("--machine", help="name of this machine (default: made from its hardware)")
+    made.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the result file (default: benchmarks/results; none with --quick)",
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="small sizes, to see that it runs; no figures to keep"
+    )
+    return made
+
+
+def numbers(text: str) -> list[int]:
+    """The positive numbers of a list such as `1,2,4`."""
+    values = [int(word) for word in text.split(",")]
+    if min(values) < 1:
+        raise ValueError(text)
+    return values
+
+
+@contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, if that is a terminal; what is yielded moves it by one of `total`.
+
+    It is drawn only then: a thread that draws it would take a core from what is measured.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        bar.refresh()
+        yield lambda: bar.update(task, advance=1, refresh=True)
+
+
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
+    """A table on stdout; numbers to the right, floats with two digits after the point."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        is_number = all(isinstance(line[index], (int, float)) for line in lines)
+        table.add_column(column, justify="right" if is_number else "left")
+    for line in lines:
+        table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in line))
+    Console().print(table)
+
+
+def finish(
+    topic: str,
+    rows: Sequence[Row],
+    checks: Callable[[Sequence[Row]], Sequence[Check]],
+    arguments: argparse.Namespace,
+) -> None:
+    """Print what the checks say, and write the result file."""
+    result = make_result(topic, rows, checks, arguments.machine)
+    if result.checks:
+        lines = [
+            (check.name, f"{check.value:.3g}", f"{check.target:.3g}", _verdict(check))
+            for check in result.checks
+        ]
+        print_table("checks", ("what", "value", "target", ""), lines)
+    console = Console(stderr=True)
+    if arguments.quick and arguments.out is None:
+        console.print("--quick: nothing written; --out says where to")
+        return
+    path = write_result(result, arguments.out or FOLDER)
+    dirty = ", of a changed or unknown tree: not to be kept" if result.dirty else ""
+    console.print(f"written to {path}{dirty}", soft_wrap=True)
+
+
+def _verdict(check: Check) -> str:
+    return "met" if check.is_met else "MISSED"
