@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,7 +86,8 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[obj
         table.add_column(column, justify="right" if is_number else "left")
     for line in lines:
         table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in line))
-    Console().print(table)
+    is_piped = not sys.stdout.isatty()
+    Console(width=120 if is_piped else None).print(table)
 
 
 def finish(

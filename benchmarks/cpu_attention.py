@@ -1,0 +1,272 @@
+"""Measure decode attention on the CPU, over keys and values where the library keeps them.
+
+For each number of threads and each model's shape: GB/s of keys and values, in each instruction set
+that this machine has, beside the read ceiling of the same memory in the same rounds. At the highest
+number of threads also torch's own attention, over contiguous keys and values, and the torch ops
+that stand in where there is no native library; and errors against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.attention_checks import ISAS, checks
+from benchmarks.attention_error import errors
+from benchmarks.attention_shapes import SHAPES, WINDOW_SIZE, KVMemory, Shape, Turns
+from benchmarks.ceilings import ReadCeiling, filled_buffer, measuring_bytes
+from benchmarks.command import finish, parser, print_table, progress
+from benchmarks.results import Row
+from sparsekv.errors import LayoutError
+from sparsekv.kernels import cpu, torch_ops
+from sparsekv.kernels.cpu import library
+
+_AMX_GROUP_SIZE = 16
+"""Query heads of a kv head from which on tiles are used; below, the others' code runs."""
+
+_ROWS, _QUICK_ROWS = 16, 2
+_QUICK_BYTES = 16 << 20
+_CALL_SECONDS, _QUICK_CALL_SECONDS = 0.08, 0.001
+_ERROR_TOKENS, _QUICK_ERROR_TOKENS = 8192, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to compute attention.
+
+    Attributes:
+        name: an instruction set of the native library, or what of torch.
+        isa: the instruction set to choose; None for torch.
+        call: attends to `count` segments from `first` on.
+    """
+
+    name: str
+    isa: str | None
+    call: Callable[[int, int], object]
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that the native library has and this processor too; best first."""
+    if library.native_library() is None:
+        return []
+    found = []
+    for isa in ISAS:
+        try:
+            library.set_isa(isa)
+        except LayoutError:
+            continue
+        found.append(isa)
+    library.set_isa(None)
+    return found
+
+
+def native_ways(memory: KVMemory, query: Tensor) -> list[Way]:
+    """The native library, in each instruction set that differs for the shape."""
+    group_size = memory.shape.num_heads // memory.shape.num_kv_heads
+    call = partial(_attend_in_place, cpu.partial_attention, memory, query)
+    return [
+        Way(isa, isa, call)
+        for isa in available_isas()
+        if isa != "amx" or group_size >= _AMX_GROUP_SIZE
+    ]
+
+
+def torch_ways(memory: KVMemory, query: Tensor) -> list[Way]:
+    """torch's attention, as it is called and as it is faster, and the fallback."""
+    folded = query.view(memory.rows, memory.shape.num_kv_heads, -1, memory.shape.head_dim)
+    in_place = partial(_attend_in_place, torch_ops.partial_attention, memory, query)
+    return [
+        Way("torch sdpa", None, partial(_attend_joined, memory, query)),
+        # The query heads of a kv head as if they were tokens: no mask, so the result is the same.
+        Way("torch sdpa, folded", None, partial(_attend_joined, memory, folded)),
+        Way("torch ops", None, in_place),
+    ]
+
+
+def _attend_in_place(
+    op: Callable[..., tuple[Tensor, Tensor]],
+    memory: KVMemory,
+    query: Tensor,
+    first: int,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    key, value = memory.segments(first, count)
+    positions = torch.arange(count) * WINDOW_SIZE
+    newest = count * WINDOW_SIZE - 1
+    return op(query, key, value, positions, memory.shape.softmax_scale, query_start=newest)
+
+
+def _attend_joined(memory: KVMemory, query: Tensor, first: int, count: int) -> Tensor:
+    key, value = memory.joined(first, count)
+    is_grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, scale=memory.shape.softmax_scale, enable_gqa=is_grouped
+    )
+
+
+class Rounds:
+    """Ways measured in turn over the same memory, each call long enough to be timed.
+
+    Args:
+        memory: keys and values.
+        num_threads: threads of the library, of torch, and of the ceiling.
+        call_seconds: what a call should take; slow ways attend to fewer segments.
+    """
+
+    def __init__(self, memory: KVMemory, num_threads: int, call_seconds: float) -> None:
+        self._memory = memory
+        self._num_threads = num_threads
+        self._call_seconds = call_seconds
+        self._turns = Turns(memory.span.num_bytes)
+        self._ceiling = ReadCeiling(num_threads, memory.span)
+
+    def measure(self, ways: Sequence[Way], rounds: int) -> list[Row]:
+        """One row for each way."""
+        counts = [self._segments_worth_a_call(way) for way in ways]
+        ceiling: list[float] = []
+        samples: list[list[float]] = [[] for _ in ways]
+        for _ in range(rounds):
+            ceiling.append(self._ceiling.measure())
+            for way, count, kept in zip(ways, counts, samples, strict=True):
+                kept.append(self._bytes(count) / self._time(way, count) / 1e9)
+        return [
+            self._row(way, count, kept, ceiling)
+            for way, count, kept in zip(ways, counts, samples, strict=True)
+        ]
+
+    def _segments_worth_a_call(self, way: Way) -> int:
+        """How many segments a call takes; the memory is not left cold, nor the way untried."""
+        count = 1
+        while True:
+            seconds = self._time(way, count)
+            fitting = int(count * self._call_seconds / seconds)
+            if fitting < 2 * count or count == self._memory.num_segments:
+                return max(1, min(fitting, self._memory.num_segments))
+            count = min(fitting, 8 * count, self._memory.num_segments)
+
+    def _time(self, way: Way, count: int) -> float:
+        """Seconds of one call, over segments that were not read lately."""
+        if way.isa is not None:
+            library.set_isa(way.isa)
+        first = self._turns.take(self._bytes(count), self._memory.segment_bytes)
+        start = time.perf_counter()
+        way.call(first // self._memory.segment_bytes, count)
+        return time.perf_counter() - start
+
+    def _bytes(self, count: int) -> int:
+        return count * self._memory.segment_bytes
+
+    def _row(self, way: Way, count: int, samples: list[float], ceiling: list[float]) -> Row:
+        return {
+            "kind": "rate",
+            "shape": self._memory.shape.name,
+            "way": way.name,
+            "num_threads": self._num_threads,
+            "gbs": median(samples),
+            "ceiling_gbs": median(ceiling),
+            "fraction": median(samples) / median(ceiling),
+            "call_bytes": self._bytes(count),
+            "rows": self._memory.rows,
+            "tokens": count * WINDOW_SIZE,
+            "memory_bytes": self._memory.span.num_bytes,
+            "samples": samples,
+            "ceiling_samples": ceiling,
+        }
+
+
+def error_rows(memory: KVMemory, query: Tensor, tokens: int) -> Iterator[Row]:
+    """Errors of each instruction set against float64."""
+    count = min(tokens // WINDOW_SIZE, memory.num_segments)
+    key, value = memory.segments(0, count)
+    for way in native_ways(memory, query):
+        library.set_isa(way.isa)
+        out, lse = _attend_in_place(cpu.partial_attention, memory, query, 0, count)
+        relative, of_lse = errors(out, lse, query, key, value, memory.shape.softmax_scale)
+        yield {
+            "kind": "error",
+            "shape": memory.shape.name,
+            "way": way.name,
+            "tokens": count * WINDOW_SIZE,
+            "relative_error": relative,
+            "lse_error": of_lse,
+        }
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """All rows: shapes within numbers of threads, then errors."""
+    is_quick = arguments.quick
+    buffer = filled_buffer(_QUICK_BYTES if is_quick else measuring_bytes())
+    shapes = [SHAPES[name] for name in arguments.shapes]
+    memories = [KVMemory(buffer, shape, _QUICK_ROWS if is_quick else _ROWS) for shape in shapes]
+    queries = [_query(memory.shape, memory.rows) for memory in memories]
+    seconds = _QUICK_CALL_SECONDS if is_quick else _CALL_SECONDS
+    most = max(arguments.threads)
+    rows: list[Row] = []
+    torch_threads = torch.get_num_threads()
+    try:
+        with progress("attention", (len(arguments.threads) + 1) * len(shapes)) as advance:
+            for num_threads in arguments.threads:
+                library.set_num_threads(num_threads)
+                torch.set_num_threads(num_threads)
+                for memory, query in zip(memories, queries, strict=True):
+                    ways = native_ways(memory, query)
+                    if num_threads == most:
+                        ways += torch_ways(memory, query)
+                    rows += Rounds(memory, num_threads, seconds).measure(ways, arguments.rounds)
+                    advance()
+            for memory, query in zip(memories, queries, strict=True):
+                tokens = _QUICK_ERROR_TOKENS if is_quick else _ERROR_TOKENS
+                rows += error_rows(memory, query, tokens)
+                advance()
+    finally:
+        library.set_isa(None)
+        library.set_num_threads(None)
+        torch.set_num_threads(torch_threads)
+    return rows
+
+
+def _query(shape: Shape, rows: int) -> Tensor:
+    """(rows, num_heads, 1, head_dim), wide enough for scores that prefer some keys to others."""
+    generator = torch.Generator().manual_seed(0)
+    query = 3.0 * torch.randn(rows, shape.num_heads, 1, shape.head_dim, generator=generator)
+    return query.to(torch.bfloat16)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    options = parser(__doc__, rounds=7)
+    options.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        default=list(SHAPES),
+        help="shapes to measure (default: all)",
+    )
+    arguments = options.parse_args(argv)
+    rows = measure(arguments)
+    lines = [
+        (r["shape"], r["way"], r["num_threads"], r["gbs"], r["ceiling_gbs"], r["fraction"])
+        for r in rows
+        if r["kind"] == "rate"
+    ]
+    columns = ("shape", "way", "threads", "GB/s", "read ceiling", "fraction")
+    print_table("attention on the CPU", columns, lines)
+    found = [
+        (r["shape"], r["way"], f"{r['relative_error']:.1e}", f"{r['lse_error']:.1e}")
+        for r in rows
+        if r["kind"] == "error"
+    ]
+    print_table("errors against float64", ("shape", "way", "out", "lse"), found)
+    finish("cpu_attention", rows, checks, arguments)
+
+
+if __name__ == "__main__":
+    main()
