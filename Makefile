@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed-for-sparsekv
 EXTRAS := dev,demo,plot
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-models lint format
+.PHONY: help demo test test-slow test-models lint format tables
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,9 @@ lint: $(INSTALLED) ## Check style and types
 format: $(INSTALLED) ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+tables: $(INSTALLED) ## Put the measured results into README.md and docs/
+	$(BIN)/python -m benchmarks.render
 
 # Constraints pin torch, so that pip never fetches another build of it than the one tested here.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)

@@ -55,8 +55,6 @@ class Way:
 
 def available_isas() -> list[str]:
     """Instruction sets that the native library has and this processor too; best first."""
-    if library.native_library() is None:
-        return []
     found = []
     for isa in ISAS:
         try:

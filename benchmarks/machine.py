@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _CPUS = Path("/sys/devices/system/cpu")
+_VENDOR_WORDS = ("nvidia", "geforce", "amd", "instinct")
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -61,8 +62,8 @@ def machine_as_json(machine: Machine) -> dict[str, object]:
 def short_name(cpu: str, gpu: str | None, cores: int) -> str:
     """`h200-16core` with a GPU, `xeon-2core` without one."""
     if gpu is not None:
-        words = [word for word in re.findall(r"[a-z0-9]+", gpu.lower()) if word != "nvidia"]
-        kind = words[0] if words else "gpu"
+        words = re.findall(r"[a-z0-9]+", gpu.lower())
+        kind = "-".join(word for word in words if word not in _VENDOR_WORDS) or "gpu"
     else:
         known = re.search(r"xeon|epyc|ryzen|core|graviton|neoverse|apple", cpu.lower())
         kind = known.group() if known else "cpu"

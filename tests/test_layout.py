@@ -158,6 +158,20 @@ def test_only_models_and_cli_name_transformers() -> None:
     assert users <= {"models", "cli"}
 
 
+def test_ceilings_import_nothing_of_the_product() -> None:
+    ceilings, todo = {"benchmarks.ceilings"}, ["benchmarks.ceilings"]
+    while todo:
+        file = ROOT / (todo.pop().replace(".", "/") + ".py")
+        for line, module in imported_modules(ast.parse(file.read_text(encoding="utf-8"))):
+            package, *names = module.split(".")
+            assert package != "sparsekv", f"{file.relative_to(ROOT)}:{line}: {module}"
+            found = f"benchmarks.{names[0]}" if package == "benchmarks" and names else None
+            if found and found not in ceilings:
+                ceilings.add(found)
+                todo.append(found)
+    assert "benchmarks.memory_ceilings" in ceilings
+
+
 def test_the_library_prints_nothing() -> None:
     prints = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -16,7 +16,11 @@ from sparsekv.cli.main import main
 from sparsekv.format.compressed import CompressedGeometry
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted((ROOT / "sparsekv").glob("*/*.md"))
+DOCUMENTS = [
+    path
+    for pattern in ("*.md", "docs/*.md", "sparsekv/*/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -124,6 +128,8 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_paths_in_text_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:sparsekv|kernels|models|tests|examples|docs)/[\w./]*)`", text)
+    named = re.findall(
+        r"`((?:sparsekv|kernels|models|tests|examples|docs|benchmarks)/[\w./]*)`", text
+    )
     planned = {"sparsekv/selection/"}
     assert [path for path in named if not (ROOT / path).exists() and path not in planned] == []
