@@ -9,6 +9,9 @@ from benchmarks.results import Check, Row
 ISAS = ("amx", "avx512", "avx2", "portable")
 """Instruction sets of the native library, best first."""
 
+RANDOM_BLOCKS = "random blocks"
+"""The best of them over blocks of 64 tokens in random order, as a sparse selection reads."""
+
 _VECTORS = ISAS[1:]
 
 # Fractions of the read ceiling: shape, instruction set (None: the best of all), at least.

@@ -1,113 +1,42 @@
 """Measure decode attention on the CPU, over keys and values where the library keeps them.
 
 For each number of threads and each model's shape: GB/s of keys and values, in each instruction set
-that this machine has, beside the read ceiling of the same memory in the same rounds. At the highest
-number of threads also torch's own attention, over contiguous keys and values, and the torch ops
-that stand in where there is no native library; and errors against float64.
+that this machine has, and over blocks in random order, beside the read ceiling of the same memory
+in the same rounds. At the highest number of threads also torch's own attention, over contiguous
+keys and values, and the torch ops that stand in where there is no native library. Last, errors
+against float64.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.attention_checks import ISAS, checks
+from benchmarks.attention_checks import checks
 from benchmarks.attention_error import errors
 from benchmarks.attention_shapes import SHAPES, WINDOW_SIZE, KVMemory, Shape, Turns
+from benchmarks.attention_ways import (
+    Way,
+    attend_in_place,
+    native_ways,
+    random_blocks_way,
+    torch_ways,
+)
 from benchmarks.ceilings import ReadCeiling, filled_buffer, measuring_bytes
 from benchmarks.command import finish, parser, print_table, progress
 from benchmarks.results import Row
-from sparsekv.errors import LayoutError
-from sparsekv.kernels import cpu, torch_ops
+from sparsekv.kernels import cpu
 from sparsekv.kernels.cpu import library
-
-_AMX_GROUP_SIZE = 16
-"""Query heads of a kv head from which on tiles are used; below, the others' code runs."""
 
 _ROWS, _QUICK_ROWS = 16, 2
 _QUICK_BYTES = 16 << 20
 _CALL_SECONDS, _QUICK_CALL_SECONDS = 0.08, 0.001
 _ERROR_TOKENS, _QUICK_ERROR_TOKENS = 8192, 512
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to compute attention.
-
-    Attributes:
-        name: an instruction set of the native library, or what of torch.
-        isa: the instruction set to choose; None for torch.
-        call: attends to `count` segments from `first` on.
-    """
-
-    name: str
-    isa: str | None
-    call: Callable[[int, int], object]
-
-
-def available_isas() -> list[str]:
-    """Instruction sets that the native library has and this processor too; best first."""
-    found = []
-    for isa in ISAS:
-        try:
-            library.set_isa(isa)
-        except LayoutError:
-            continue
-        found.append(isa)
-    library.set_isa(None)
-    return found
-
-
-def native_ways(memory: KVMemory, query: Tensor) -> list[Way]:
-    """The native library, in each instruction set that differs for the shape."""
-    group_size = memory.shape.num_heads // memory.shape.num_kv_heads
-    call = partial(_attend_in_place, cpu.partial_attention, memory, query)
-    return [
-        Way(isa, isa, call)
-        for isa in available_isas()
-        if isa != "amx" or group_size >= _AMX_GROUP_SIZE
-    ]
-
-
-def torch_ways(memory: KVMemory, query: Tensor) -> list[Way]:
-    """torch's attention, as it is called and as it is faster, and the fallback."""
-    folded = query.view(memory.rows, memory.shape.num_kv_heads, -1, memory.shape.head_dim)
-    in_place = partial(_attend_in_place, torch_ops.partial_attention, memory, query)
-    return [
-        Way("torch sdpa", None, partial(_attend_joined, memory, query)),
-        # The query heads of a kv head as if they were tokens: no mask, so the result is the same.
-        Way("torch sdpa, folded", None, partial(_attend_joined, memory, folded)),
-        Way("torch ops", None, in_place),
-    ]
-
-
-def _attend_in_place(
-    op: Callable[..., tuple[Tensor, Tensor]],
-    memory: KVMemory,
-    query: Tensor,
-    first: int,
-    count: int,
-) -> tuple[Tensor, Tensor]:
-    key, value = memory.segments(first, count)
-    positions = torch.arange(count) * WINDOW_SIZE
-    newest = count * WINDOW_SIZE - 1
-    return op(query, key, value, positions, memory.shape.softmax_scale, query_start=newest)
-
-
-def _attend_joined(memory: KVMemory, query: Tensor, first: int, count: int) -> Tensor:
-    key, value = memory.joined(first, count)
-    is_grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(
-        query, key, value, scale=memory.shape.softmax_scale, enable_gqa=is_grouped
-    )
 
 
 class Rounds:
@@ -186,7 +115,7 @@ def error_rows(memory: KVMemory, query: Tensor, tokens: int) -> Iterator[Row]:
     key, value = memory.segments(0, count)
     for way in native_ways(memory, query):
         library.set_isa(way.isa)
-        out, lse = _attend_in_place(cpu.partial_attention, memory, query, 0, count)
+        out, lse = attend_in_place(cpu.partial_attention, memory, query, 0, count)
         relative, of_lse = errors(out, lse, query, key, value, memory.shape.softmax_scale)
         yield {
             "kind": "error",
@@ -215,7 +144,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
                 library.set_num_threads(num_threads)
                 torch.set_num_threads(num_threads)
                 for memory, query in zip(memories, queries, strict=True):
-                    ways = native_ways(memory, query)
+                    ways = [*native_ways(memory, query), random_blocks_way(memory, query)]
                     if num_threads == most:
                         ways += torch_ways(memory, query)
                     rows += Rounds(memory, num_threads, seconds).measure(ways, arguments.rounds)

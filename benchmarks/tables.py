@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.attention_checks import ISAS
+from benchmarks.attention_checks import ISAS, RANDOM_BLOCKS
 from benchmarks.plots import has_scaling, plot_name
 from benchmarks.results import Result, Row
 
@@ -132,7 +132,9 @@ def percent(fraction: float) -> str:
 
 def _scaling(rates: Sequence[Row]) -> str:
     """One shape: a line for each number of threads, a column for each way."""
-    ways = [way for way in (*ISAS, *_TORCH) if any(row["way"] == way for row in rates)]
+    ways = [
+        way for way in (*ISAS, RANDOM_BLOCKS, *_TORCH) if any(row["way"] == way for row in rates)
+    ]
     lines = []
     for n in _threads(rates):
         here = {row["way"]: row for row in rates if row["num_threads"] == n}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cpu_attention
+from benchmarks import attention_ways, cpu_attention, memory_ceilings
 from benchmarks.attention_checks import checks
 from benchmarks.attention_error import errors
 from benchmarks.attention_shapes import SHAPES, WINDOW_SIZE, KVMemory, Turns
@@ -17,6 +17,11 @@ from sparsekv.kernels import cpu
 from sparsekv.kernels.reference.partial_attention import partial_attention
 from sparsekv.regions.pool import RegionPool
 from sparsekv.regions.stack import SegmentStack
+
+try:
+    memory_ceilings._library()
+except RuntimeError as error:
+    pytest.skip(f"no ceilings here: {error}", allow_module_level=True)
 
 
 def memory_of(name: str, rows: int = 2) -> KVMemory:
@@ -62,7 +67,7 @@ def test_turns_come_back_to_a_byte_only_after_all_others() -> None:
 def test_both_calls_of_torchs_attention_are_the_same_attention(name: str) -> None:
     memory = memory_of(name)
     query = cpu_attention._query(memory.shape, memory.rows)
-    plain, folded, _ = (way.call(0, 1) for way in cpu_attention.torch_ways(memory, query))
+    plain, folded, _ = (way.call(0, 1) for way in attention_ways.torch_ways(memory, query))
     key, value = (part[None] for part in memory.joined(0, 1))
     truth, _ = partial_attention(
         query.double(),
@@ -74,6 +79,19 @@ def test_both_calls_of_torchs_attention_are_the_same_attention(name: str) -> Non
     )
     for out in (plain, folded):
         torch.testing.assert_close(out.view(truth.shape).double(), truth, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(cpu.backend().name != "native", reason="no native library")
+def test_random_blocks_are_the_same_attention() -> None:
+    memory = memory_of("mixtral")
+    query = cpu_attention._query(memory.shape, memory.rows)
+    way = attention_ways.random_blocks_way(memory, query)
+    inputs = (query, *memory.segments(0, 2), torch.tensor([0, WINDOW_SIZE]))
+    in_order = cpu.partial_attention(
+        *inputs, memory.shape.softmax_scale, query_start=2 * WINDOW_SIZE - 1
+    )
+    for got, expected in zip(way.call(0, 2), in_order, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_errors_are_those_that_were_made() -> None:
@@ -137,12 +155,12 @@ def test_the_script_measures_every_way(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     result = load_result(path)
     assert result.checks == checks(result.rows)
-    isas = set(cpu_attention.available_isas())
+    isas = set(attention_ways.available_isas())
     for shape in ("qwen3", "v4"):
         rows = [row for row in result.rows if row["shape"] == shape]
         timed = {row["way"] for row in rows if row["kind"] == "rate"}
         wanted = isas - {"amx"} if shape == "qwen3" else isas
-        assert timed == wanted | {"torch sdpa", "torch sdpa, folded", "torch ops"}
+        assert timed == wanted | {"random blocks", "torch sdpa", "torch sdpa, folded", "torch ops"}
         assert {row["way"] for row in rows if row["kind"] == "error"} == wanted
     for row in result.rows:
         if row["kind"] == "error":
