@@ -144,12 +144,12 @@ class Turns:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._next = 0
+        self.next_byte = 0
 
     def take(self, num_bytes: int, unit: int) -> int:
         """The first byte, a multiple of `unit`, of the next `num_bytes`, which are used now."""
-        first = -(-self._next // unit) * unit
+        first = -(-self.next_byte // unit) * unit
         if first + num_bytes > self._num_bytes:
             first = 0
-        self._next = first + num_bytes
+        self.next_byte = first + num_bytes
         return first

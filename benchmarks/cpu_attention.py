@@ -61,7 +61,7 @@ class Rounds:
         ceiling: list[float] = []
         samples: list[list[float]] = [[] for _ in ways]
         for _ in range(rounds):
-            ceiling.append(self._ceiling.measure())
+            ceiling.append(self._ceiling.measure(self._turns.next_byte))
             for way, count, kept in zip(ways, counts, samples, strict=True):
                 kept.append(self._bytes(count) / self._time(way, count) / 1e9)
         return [

@@ -197,7 +197,7 @@ struct job {
   body run;
   char* target;
   const char* source;
-  size_t bytes, piece;
+  size_t bytes, piece, first;     // `first`: the piece to begin with; the pass comes round to it
   const _Atomic int32_t* stop;    // null: one pass; else pass after pass until it is not 0
   _Atomic uint64_t* bytes_done;   // null: nobody watches
   _Atomic size_t next;
@@ -246,7 +246,7 @@ static void* work(void* argument) {
   for (;;) {
     const size_t index = atomic_fetch_add(&job->next, 1);
     if (job->stop ? atomic_load(job->stop) : index >= count) break;
-    const size_t offset = index % count * job->piece;
+    const size_t offset = (job->first + index) % count * job->piece;
     const size_t left = job->bytes - offset;
     const size_t bytes = left < job->piece ? left : job->piece;
     self->sum += job->run(job->target + offset, job->source + offset, bytes);
@@ -270,11 +270,12 @@ static int start(struct worker* worker, int cpu, pthread_t* thread) {
   return failed;
 }
 
-// Seconds of one pass of `threads` threads over `bytes`, thread i on processor cpus[i]; with `stop`,
-// passes until it is set. Negative: a thread could not be started, and nothing was done.
+// Seconds of one pass of `threads` threads over `bytes`, from piece number `first` round to it,
+// thread i on processor cpus[i]; with `stop`, passes until it is set. Negative: a thread could not
+// be started, and nothing was done.
 double ceilings_run(int kind, int isa, char* target, const char* source, size_t bytes, size_t piece,
-                    const int32_t* cpus, int threads, const int32_t* stop, uint64_t* bytes_done,
-                    uint64_t* sum) {
+                    size_t first, const int32_t* cpus, int threads, const int32_t* stop,
+                    uint64_t* bytes_done, uint64_t* sum) {
   enum { MOST = 1024 };
   static _Thread_local struct worker workers[MOST];
   static _Thread_local pthread_t ids[MOST];
@@ -284,6 +285,7 @@ double ceilings_run(int kind, int isa, char* target, const char* source, size_t 
                     .source = source,
                     .bytes = bytes,
                     .piece = piece,
+                    .first = first,
                     .stop = (const _Atomic int32_t*)stop,
                     .bytes_done = (_Atomic uint64_t*)bytes_done,
                     .mutex = PTHREAD_MUTEX_INITIALIZER,

@@ -34,8 +34,9 @@ def test_every_word_is_read_once(isa: int, prefetch: bool, num_threads: int) -> 
     memory = filled_buffer(2 * HUGE_PAGE_BYTES)
     words = memory.tensor()[:UNEVEN_BYTES].view(torch.int64)
     span = memory.span.part(0, UNEVEN_BYTES)
-    total = memory_ceilings.read_sum(span, num_threads, prefetch=prefetch, isa=isa)
-    assert total == int(words.sum()) % 2**64
+    for start in (0, 2 * memory_ceilings.PIECE_BYTES):
+        total = memory_ceilings.read_sum(span, num_threads, prefetch=prefetch, isa=isa, start=start)
+        assert total == int(words.sum()) % 2**64
 
 
 def test_filling_gives_the_same_finite_numbers_each_time() -> None:
