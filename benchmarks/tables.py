@@ -44,7 +44,9 @@ def cpu_attention(results: Sequence[Result]) -> str:
         if has_scaling(result):
             parts.append(f"![GB/s over threads on {result.machine['name']}]({plot_name(result)})")
         for shape in dict.fromkeys(row["shape"] for row in rates):
-            parts.append(_scaling([row for row in rates if row["shape"] == shape]))
+            rows = [row for row in rates if row["shape"] == shape]
+            ways = (*ISAS, RANDOM_BLOCKS, *_TORCH)
+            parts.append(_scaling(shape, rows, {"read ceiling": "ceiling_gbs"}, ways))
         if found:
             lines = [
                 [row["shape"], row["way"], *(f"{row[key]:.1e}" for key in _ERRORS)] for row in found
@@ -73,10 +75,16 @@ def cpu_attention_in_short(results: Sequence[Result]) -> str:
 
 
 def cpu_gather(results: Sequence[Result]) -> str:
-    """All rows as they are, and the targets."""
+    """GB/s of each size of pieces and way, over threads; targets."""
     parts = []
     for result in results:
-        parts += [provenance(result), plain_rows(result.rows), checks(result)]
+        parts.append(provenance(result))
+        for size in dict.fromkeys(row["piece_bytes"] for row in result.rows):
+            rows = [row for row in result.rows if row["piece_bytes"] == size]
+            ways = dict.fromkeys(row["way"] for row in rows)
+            copies = {"memcpy": "memcpy_gbs", "non-temporal": "stream_gbs"}
+            parts.append(_scaling(f"{size:,} B", rows, copies, ways))
+        parts.append(checks(result))
     return "\n\n".join(parts)
 
 
@@ -105,14 +113,6 @@ def checks(result: Result) -> str:
     return markdown(["what", "reached", "target", "met"], lines)
 
 
-def plain_rows(rows: Sequence[Row]) -> str:
-    """Every row on a line; lists of samples are left out."""
-    names = dict.fromkeys(
-        name for row in rows for name, value in row.items() if not isinstance(value, list)
-    )
-    return markdown(list(names), [[_plain(row.get(name, "")) for name in names] for row in rows])
-
-
 def markdown(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     """A table; the first column to the left, the others to the right."""
     rule = "|---|" + "---:|" * (len(columns) - 1)
@@ -130,21 +130,19 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 
 
-def _scaling(rates: Sequence[Row]) -> str:
-    """One shape: a line for each number of threads, a column for each way."""
-    ways = [
-        way for way in (*ISAS, RANDOM_BLOCKS, *_TORCH) if any(row["way"] == way for row in rates)
-    ]
+def _scaling(title: str, rows: Sequence[Row], ceilings: dict[str, str], ways: Iterable[str]) -> str:
+    """A line for each number of threads, a column for each ceiling (its key) and each way."""
+    ways = [way for way in ways if any(row["way"] == way for row in rows)]
     lines = []
-    for n in _threads(rates):
-        here = {row["way"]: row for row in rates if row["num_threads"] == n}
-        ceiling = next(iter(here.values()))["ceiling_gbs"]
+    for n in _threads(rows):
+        here = {row["way"]: row for row in rows if row["num_threads"] == n}
+        some = next(iter(here.values()))
         cells = [
             f"{rate(here[way]['gbs'])} ({percent(here[way]['fraction'])})" if way in here else ""
             for way in ways
         ]
-        lines.append([n, rate(ceiling), *cells])
-    return markdown([f"{rates[0]['shape']}, threads", "read ceiling", *ways], lines)
+        lines.append([n, *(rate(some[key]) for key in ceilings.values()), *cells])
+    return markdown([f"{title}, threads", *ceilings, *ways], lines)
 
 
 def _both(row: Row) -> str:
@@ -158,7 +156,3 @@ def _threads(rows: Sequence[Row]) -> list[int]:
 def _only(rows: Sequence[Row], **fields: Any) -> Row:
     (row,) = (r for r in rows if all(r[name] == value for name, value in fields.items()))
     return row
-
-
-def _plain(value: object) -> object:
-    return f"{value:.3g}" if isinstance(value, float) else value

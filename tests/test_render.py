@@ -24,7 +24,9 @@ def folder(tmp_path: Path) -> Path:
     ]
     write_result(make_result("ceilings", rows, ceilings.checks, "abacus"), tmp_path)
     write_result(attention(), tmp_path)
-    gather = make_result("cpu_gather", [{"piece": 1024, "gbs": 12.3456}], ceilings.checks, "abacus")
+    rates = {"gbs": 12.34, "memcpy_gbs": 10.0, "stream_gbs": 15.0, "fraction": 0.82}
+    rows = [{"way": "gather", "piece_bytes": 1024, "num_threads": 2, **rates}]
+    gather = make_result("cpu_gather", rows, ceilings.checks, "abacus")
     write_result(gather, tmp_path)
     return tmp_path
 
@@ -61,7 +63,8 @@ def test_documents_are_as_they_are_rendered(path: Path) -> None:
         ("cpu_attention", "| qwen3 | avx512 | 1.2e-06 | 3.0e-08 |"),
         ("cpu_attention", "| qwen3, best, 8 threads: times torch's attention | 9 | at least 1.5 |"),
         ("cpu_attention in short", "| abacus, 8 threads | qwen3 | 72.0 (avx512) | 90 % | 8.00 |"),
-        ("cpu_gather", "| 1024 | 12.3 |"),
+        ("cpu_gather", "| 1,024 B, threads | memcpy | non-temporal | gather |"),
+        ("cpu_gather", "| 2 | 10.0 | 15.0 | 12.3 (82 %) |"),
     ],
 )
 def test_tables_show_the_rows(folder: Path, name: str, shown: str) -> None:
