@@ -21,7 +21,9 @@ THREADS = (1, 2, 4, 8, 15, 16)
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     """A parser with the options of every script; `rounds` is the default of --rounds."""
     made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     made.add_argument(
         "--threads",

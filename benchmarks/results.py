@@ -160,7 +160,17 @@ def _versions() -> dict[str, str]:
 
 
 def _command() -> str:
-    """The command that this process was started with, as it can be typed from the root."""
+    """The command that this process was started with, as it can be typed from the root.
+
+    Without --out: where the file went first decides nothing.
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", spec.name] if spec is not None else sys.argv[:1]
-    return shlex.join(["python", *program, *sys.argv[1:]])
+    words = iter(sys.argv[1:])
+    kept = []
+    for word in words:
+        if word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return shlex.join(["python", *program, *kept])

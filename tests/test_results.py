@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,12 @@ def test_without_git_the_environment_says_which_commit(
     assert results._commit() == ("abc", False)
     monkeypatch.delenv("SPARSEKV_DIRTY")
     assert results._commit() == ("abc", True)
+
+
+def test_the_command_does_not_say_where_the_file_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    for out in (["--out", "/there"], ["--out=/there"]):
+        monkeypatch.setattr(sys, "argv", ["x", "--threads", "1,2", *out, "--rounds", "3"])
+        assert results._command().endswith(" --threads 1,2 --rounds 3")
 
 
 @pytest.mark.parametrize(
