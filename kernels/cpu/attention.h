@@ -6,136 +6,52 @@
 //
 // "Chunk": two vectors of consecutive numbers. Interleaved dtypes unpack to even numbers, then odd
 // ones; the query is laid out like that beforehand, and results are put in order at the end.
+//
+// What bounds it: every byte of keys and values is read once, and every query row takes a
+// multiplication and an addition for every number of a key and of a value. In bf16, for one key:
+//
+//   query heads of a kv head, head sizes    bytes   operations   operations a byte
+//   Mixtral    4, 128 and 128                 512        2 048         4
+//   Qwen3      8, 128 and 128                 512        4 096         8
+//   MLA       16, 576 and 512, shared       1 152       34 816        30
+//   V4        64, 512 and 512, shared       1 024      131 072       128
+//
+// A core of 184 G operations a second and 17 GB/s of its memory (two FMA units of AVX-512 near
+// 3 GHz) is bound by memory up to 11 operations a byte. So Qwen3 and Mixtral are bound by memory
+// where more than a few cores share it, if the next tile is fetched meanwhile, and MLA and V4 by
+// arithmetic: at most 6.1 and 1.4 GB/s a core. There a chunk costs, for 8 query rows and 2 tokens,
+// 32 FMAs and 4 operations of unpacking on the same two ports, and 18 loads on two others.
 
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
 namespace {
 
+#define SPARSEKV_MEMBER inline __attribute__((always_inline))
+
 constexpr int kChunk = 2 * kLanes;
 
-SPARSEKV_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 SPARSEKV_INLINE int rounded_up(int n, int step) { return (n + step - 1) / step * step; }
 
-// 2^x for x <= 0, or NaN; relative error below 1e-7.
-SPARSEKV_INLINE Vector power_of_two(Vector x) {
-  x = maximum(broadcast(-200.0f), x);  // in this order NaN stays
-  const Vector whole = round_to_whole(x);
-  const Vector rest = minus(x, whole);
-  Vector y = broadcast(1.534732010e-04f);  // least relative error on [-1/2, 1/2]
-  y = times_plus(y, rest, broadcast(1.340015445e-03f));
-  y = times_plus(y, rest, broadcast(9.618484243e-03f));
-  y = times_plus(y, rest, broadcast(5.550328082e-02f));
-  y = times_plus(y, rest, broadcast(2.402264692e-01f));
-  y = times_plus(y, rest, broadcast(6.931472062e-01f));
-  y = times_plus(y, rest, broadcast(1.0f));
-  return scale_by_power(y, whole);
-}
-
+// In this order: each needs those before it.
 #include "tiles.h"
+#include "fetcher.h"
+#include "scores.h"
+#include "softmax.h"
+#include "values.h"
 
-// One chunk of kTokens keys times the same chunk of kRows query rows, end to end, added to their
-// sums.
-template <class Number, int kRows>
-SPARSEKV_INLINE void multiply_chunk(Vector* sums, const char* const* keys, int64_t key_offset,
-                                    const float* query) {
-  constexpr int kTokens = kAccumulators / kRows;
-  if constexpr (kTokens <= kRows) {  // what is fewer stays in registers
-    Vector first[kTokens], second[kTokens];
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; t++) Number::load_pair(keys[t] + key_offset, first[t], second[t]);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; r++) {
-      const Vector q = load(query + r * kChunk);
-      const Vector p = load(query + r * kChunk + kLanes);
-#pragma GCC unroll 16
-      for (int t = 0; t < kTokens; t++) {
-        sums[r * kTokens + t] = times_plus(first[t], q, sums[r * kTokens + t]);
-      }
-#pragma GCC unroll 16
-      for (int t = 0; t < kTokens; t++) {
-        sums[r * kTokens + t] = times_plus(second[t], p, sums[r * kTokens + t]);
-      }
-    }
-  } else {
-    Vector q[kRows], p[kRows];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; r++) {
-      q[r] = load(query + r * kChunk);
-      p[r] = load(query + r * kChunk + kLanes);
-    }
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; t++) {
-      Vector first, second;
-      Number::load_pair(keys[t] + key_offset, first, second);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; r++) {
-        Vector& sum = sums[r * kTokens + t];
-        sum = times_plus(first, q[r], sum);
-        sum = times_plus(second, p[r], sum);
-      }
-    }
-  }
-}
-
-// What is to be fetched of the values of a tile while another one is worked on: line by line, in
-// order of address where the tokens lie end to end.
-struct Ahead {
-  const char* line = nullptr;  // null: nothing is left
-  const char* token_end = nullptr;
-  const char* const* token = nullptr;
-  const char* const* last = nullptr;
-  int64_t bytes = 0;  // of a token
+template <int kSize>
+struct Size {
+  static constexpr int kRows = kSize;
 };
 
-SPARSEKV_INLINE Ahead ahead_of(const char* const* tokens, int count, int64_t bytes) {
-  return {tokens[0], tokens[0] + bytes, tokens, tokens + count - 1, bytes};
-}
-
-SPARSEKV_INLINE void fetch_line(Ahead& ahead) {
-  if (!ahead.line) return;
-  fetch(ahead.line);
-  ahead.line += 64;
-  if (ahead.line < ahead.token_end) return;
-  if (ahead.token == ahead.last) {
-    ahead.line = nullptr;
-    return;
-  }
-  ahead.token++;
-  ahead.line = *ahead.token;
-  ahead.token_end = ahead.line + ahead.bytes;
-}
-
-// One chunk of kRows rows of sums, end to end, += weights x the chunk of `count` values, found at
-// `offset` of each, after the sums were scaled.
-template <class Number, int kRows>
-SPARSEKV_INLINE void add_values(float* sums, const float* decay, const char* const* values,
-                                int64_t offset, int count, const float* weights, Ahead& to_fetch) {
-  Ahead ahead = to_fetch;
-  Vector first[kRows], second[kRows];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++) {
-    const Vector scale = broadcast(decay[r]);
-    first[r] = times(load(sums + r * kChunk), scale);
-    second[r] = times(load(sums + r * kChunk + kLanes), scale);
-  }
-  for (int t = 0; t < count; t++) {
-    Vector v, w;
-    Number::load_pair(values[t] + offset, v, w);
-    fetch_line(ahead);
-    if (kChunk * Number::kBytes > 64) fetch_line(ahead);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) {
-      const Vector weight = broadcast(weights[r * kTile + t]);
-      first[r] = times_plus(v, weight, first[r]);
-      second[r] = times_plus(w, weight, second[r]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++) {
-    store(sums + r * kChunk, first[r]);
-    store(sums + r * kChunk + kLanes, second[r]);
-  }
-  to_fetch = ahead;
+// Calls `work` with each block of rows, its first row and its size as a compile-time constant.
+template <class Work>
+SPARSEKV_INLINE void for_blocks(int padded_rows, Work work) {
+  int r = 0;
+  for (; padded_rows - r >= kRowBlock; r += kRowBlock) work(r, Size<kRowBlock>());
+  if (padded_rows - r == 4) work(r, Size<4>());
+  if (padded_rows - r == 2) work(r, Size<2>());
+  if (padded_rows - r == 1) work(r, Size<1>());
 }
 
 template <class Number>
@@ -146,8 +62,7 @@ class Attention {
         rows_(task_rows(task)),
         padded_rows_(pad_rows(rows_)),
         padded_dim_(rounded_up(task.head_dim, kChunk)),
-        padded_dim_v_(rounded_up(task.head_dim_v, kChunk)),
-        factor_(weight_exponent(task.scale)) {
+        padded_dim_v_(rounded_up(task.head_dim_v, kChunk)) {
     float* free = task.scratch;
     const auto take = [&free](int64_t count) {
       float* taken = free;
@@ -157,20 +72,19 @@ class Attention {
     query_ = take(int64_t(padded_rows_) * padded_dim_);
     scores_ = take(int64_t(padded_rows_) * kTile);
     sums_ = take(int64_t(padded_rows_) * padded_dim_v_);
-    totals_ = take(int64_t(padded_rows_) * kLanes);
+    softmax_.totals = take(int64_t(padded_rows_) * kLanes);
     unpacked_keys_ = take(kTile * kChunk);
     unpacked_values_ = take(kTile * kChunk);
     const int lanes_of_rows = rounded_up(padded_rows_, kLanes);
-    tops_ = take(lanes_of_rows);
-    bases_ = take(lanes_of_rows);
-    decays_ = take(lanes_of_rows);
-    for (int i = 0; i < padded_rows_ * padded_dim_v_; i++) sums_[i] = 0.0f;
-    for (int i = 0; i < padded_rows_ * kLanes; i++) totals_[i] = 0.0f;
-    for (int i = 0; i < lanes_of_rows; i++) tops_[i] = bases_[i] = -__builtin_inff();
-    for (int i = 0; i < lanes_of_rows; i++) decays_[i] = 0.0f;
-    for (int t = 0; t < kTile; t++) {
-      unpacked_[t] = reinterpret_cast<const char*>(unpacked_keys_ + t * kChunk);
-    }
+    softmax_.tops = take(lanes_of_rows);
+    softmax_.bases = take(lanes_of_rows);
+    softmax_.decays = take(lanes_of_rows);
+    softmax_.factor = weight_exponent(task.scale);
+    memset(sums_, 0, sizeof(float) * padded_rows_ * padded_dim_v_);
+    memset(softmax_.totals, 0, sizeof(float) * padded_rows_ * kLanes);
+    for (int i = 0; i < lanes_of_rows; i++) softmax_.tops[i] = -__builtin_inff();
+    for (int i = 0; i < lanes_of_rows; i++) softmax_.bases[i] = -__builtin_inff();
+    for (int i = 0; i < lanes_of_rows; i++) softmax_.decays[i] = 0.0f;
     lay_out_query();
   }
 
@@ -178,11 +92,12 @@ class Attention {
     Tiles tiles(task_);
     Tile two[2], *tile = &two[0], *next = &two[1];
     bool more = tiles.next(*tile);
-    for (int t = 0; t < tile->count; t++) fetch_token(tile->key[t], task_.head_dim);
+    Fetcher all(tile->key, tile->count, 0, key_bytes(), 1);
+    all.step();
     while (more) {
       more = tiles.next(*next);
       score(*tile, *next);
-      weigh(*tile);
+      softmax_.weigh(task_, *tile, scores_);
       add(*tile, *next);
       Tile* done = tile;
       tile = next;
@@ -200,6 +115,9 @@ class Attention {
     return rows - rest + block;
   }
 
+  int64_t key_bytes() const { return int64_t(task_.head_dim) * Number::kBytes; }
+  int64_t value_bytes() const { return int64_t(task_.head_dim_v) * Number::kBytes; }
+
   // The chunks of a block's rows alternate, so that each is found at a constant distance.
   int64_t chunk(int row, int padded_dim, int d) const {
     const int first = row / kRowBlock * kRowBlock;
@@ -207,28 +125,39 @@ class Attention {
     return int64_t(first) * padded_dim + d / kChunk * kChunk * rows + (row - first) * kChunk;
   }
 
-  // Place of number d of a row, after unpacking.
-  int64_t place(int row, int padded_dim, int d) const {
-    const int within = d % kChunk;
-    return chunk(row, padded_dim, d) +
-           (Number::kInterleaved ? within % 2 * kLanes + within / 2 : within);
+  // Numbers in order <-> as a chunk is after unpacking.
+  static void to_chunk(const float* from, float sign, float* to) {
+    for (int i = 0; i < kLanes; i++) {
+      to[i] = from[Number::kInterleaved ? 2 * i : i] * sign;
+      to[kLanes + i] = from[Number::kInterleaved ? 2 * i + 1 : kLanes + i] * sign;
+    }
   }
-
-  void lay_out_query() {
-    for (int i = 0; i < padded_rows_ * padded_dim_; i++) query_[i] = 0.0f;
-    const float sign = query_sign(task_.scale);
-    for (int r = 0; r < rows_; r++) {
-      const float* from = task_.query + r / task_.num_queries * task_.query_head_stride +
-                          r % task_.num_queries * task_.query_token_stride;
-      for (int d = 0; d < task_.head_dim; d++) query_[place(r, padded_dim_, d)] = from[d] * sign;
+  static void from_chunk(const float* from, float* to) {
+    for (int i = 0; i < kLanes; i++) {
+      to[Number::kInterleaved ? 2 * i : i] = from[i];
+      to[Number::kInterleaved ? 2 * i + 1 : kLanes + i] = from[kLanes + i];
     }
   }
 
-  SPARSEKV_INLINE void fetch_token(const char* p, int dim) {
-    for (int byte = 0; byte < dim * Number::kBytes; byte += 64) fetch(p + byte);
+  void lay_out_query() {
+    const float sign = query_sign(task_.scale);
+    for (int r = 0; r < padded_rows_; r++) {
+      const float* from = task_.query + r / task_.num_queries * task_.query_head_stride +
+                          r % task_.num_queries * task_.query_token_stride;
+      for (int d = 0; d < padded_dim_; d += kChunk) {
+        float* to = query_ + chunk(r, padded_dim_, d);
+        if (r < rows_ && d + kChunk <= task_.head_dim) {
+          to_chunk(from + d, sign, to);
+          continue;
+        }
+        alignas(64) float numbers[kChunk] = {};
+        for (int i = 0; r < rows_ && i < task_.head_dim - d; i++) numbers[i] = from[d + i];
+        to_chunk(numbers, sign, to);
+      }
+    }
   }
 
-  // Chunk at number `offset` of `count` tokens as floats, zeros beyond the last number.
+  // Chunk at number `offset` of the tokens as floats, zeros beyond the last number.
   static void unpack(const char* const* tokens, int count, int offset, int dim, float* to) {
     const int valid = dim - offset;
     for (int t = 0; t < count; t++, to += kChunk) {
@@ -246,170 +175,95 @@ class Attention {
     }
   }
 
+  // What is fetched of the next tile with the keys, and then with the values: half each where
+  // values are in the keys.
+  int64_t bytes_with_keys(const Tile& next) const {
+    return next.key[0] == next.value[0] ? key_bytes() / 128 * 64 : key_bytes();
+  }
+
   // scores_: (rows, kTile), query rows times the keys of the tile.
   void score(const Tile& tile, const Tile& next) {
     const int whole = task_.head_dim / kChunk * kChunk;
-    if (whole < task_.head_dim) {
-      unpack(tile.key, tile.count, whole, task_.head_dim, unpacked_keys_);
-    }
-    for (int r = 0; r < padded_rows_;) {
-      const Tile* ahead = r == 0 ? &next : nullptr;
-      const int left = padded_rows_ - r;
-      if (left >= kRowBlock) {
-        score_rows<kRowBlock>(tile, r, whole, ahead);
-        r += kRowBlock;
-      } else if (left >= 4) {
-        score_rows<4>(tile, r, whole, ahead);
-        r += 4;
-      } else if (left >= 2) {
-        score_rows<2>(tile, r, whole, ahead);
-        r += 2;
-      } else {
-        score_rows<1>(tile, r, whole, ahead);
-        r += 1;
-      }
-    }
-  }
-
-  template <int kRows>
-  void score_rows(const Tile& tile, int row, int whole, const Tile* ahead) {
-    constexpr int kTokens = kAccumulators / kRows;
-    const float* query = query_ + int64_t(row) * padded_dim_;
-    for (int t = 0; t < tile.count; t += kTokens) {
-      const char *keys[kTokens], *unpacked[kTokens];
-      for (int i = 0; i < kTokens; i++) {
-        const int token = t + i < tile.count ? t + i : tile.count - 1;
-        keys[i] = tile.key[token];
-        unpacked[i] = unpacked_[token];
-        if (ahead && t + i < ahead->count) fetch_token(ahead->key[t + i], task_.head_dim);
-      }
-      Vector products[kAccumulators];
-#pragma GCC unroll 16
-      for (int i = 0; i < kAccumulators; i++) products[i] = zero();
-      for (int d = 0; d < whole; d += kChunk) {
-        multiply_chunk<Number, kRows>(products, keys, d * Number::kBytes, query + d * kRows);
-      }
-      if (whole < task_.head_dim) {
-        multiply_chunk<Fp32, kRows>(products, unpacked, 0, query + whole * kRows);
-      }
-      alignas(64) float found[kAccumulators];
-#pragma GCC unroll 4
-      for (int i = 0; i < kAccumulators; i += kLanes) store(found + i, sums(products + i));
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        memcpy(scores_ + (row + r) * kTile + t, found + r * kTokens, sizeof(float) * kTokens);
-      }
-    }
-  }
-
-  // The difference first: it is exact where it matters, and never above 0.
-  Vector weights_of(Vector scores, Vector base) const {
-    return power_of_two(times(minus(scores, base), broadcast(factor_)));
-  }
-
-  // Tokens of the tile that a query row sees.
-  Seen seen(const Tile& tile, int row) const {
-    return seen_by(task_, tile, row % task_.num_queries);
-  }
-
-  // Scores become weights, relative to the largest score of the row so far.
-  void weigh(const Tile& tile) {
-    const int width = rounded_up(tile.count, kLanes);
-    for (int r = 0; r < rows_; r++) {
-      float* scores = scores_ + r * kTile;
-      const Seen range = seen(tile, r);
-      for (int t = 0; t < range.first; t++) scores[t] = -__builtin_inff();
-      for (int t = range.last; t < width; t++) scores[t] = -__builtin_inff();
-      Vector top = load(scores);
-      for (int t = kLanes; t < width; t += kLanes) top = maximum(load(scores + t), top);
-      const float found = largest(top);
-      decays_[r] = tops_[r];
-      if (found > tops_[r]) tops_[r] = found;
-      bases_[r] = tops_[r] < -__FLT_MAX__ ? -__FLT_MAX__ : tops_[r];  // finite: no -inf + inf
-    }
-    for (int r = 0; r < rows_; r += kLanes) {
-      store(decays_ + r, weights_of(load(decays_ + r), load(bases_ + r)));
-    }
-    for (int r = 0; r < rows_; r++) {
-      float* scores = scores_ + r * kTile;
-      const Vector base = broadcast(bases_[r]);
-      Vector sum = times(load(totals_ + r * kLanes), broadcast(decays_[r]));
-      for (int t = 0; t < width; t += kLanes) {
-        const Vector weights = weights_of(load(scores + t), base);
-        store(scores + t, weights);
-        sum = plus(sum, weights);
-      }
-      store(totals_ + r * kLanes, sum);
-    }
+    const bool has_rest = whole < task_.head_dim;
+    if (has_rest) unpack(tile.key, tile.count, whole, task_.head_dim, unpacked_keys_);
+    const int first_block = padded_rows_ < kRowBlock ? padded_rows_ : kRowBlock;
+    const int at_a_time = kAccumulators / first_block;
+    const int64_t steps = (tile.count + at_a_time - 1) / at_a_time * (whole / kChunk);
+    Fetcher fetcher, nothing;
+    if (next.count > 0) fetcher = Fetcher(next.key, next.count, 0, bytes_with_keys(next), steps);
+    for_blocks(padded_rows_, [&](int r, auto size) {
+      score_rows<Number, decltype(size)::kRows>(
+          tile, query_ + int64_t(r) * padded_dim_, whole, has_rest ? unpacked_keys_ : nullptr,
+          scores_ + r * kTile, r == 0 ? fetcher : nothing);
+    });
   }
 
   // sums_: (rows, padded head_dim_v), decayed, plus weights times values.
   void add(const Tile& tile, const Tile& next) {
-    Ahead ahead, nothing;
-    if (next.count > 0 && next.value[0] != next.key[0]) {  // else keys are fetched already
-      ahead = ahead_of(next.value, next.count, int64_t(task_.head_dim_v) * Number::kBytes);
+    const int64_t steps = int64_t(tile.count) * (padded_dim_v_ / kChunk);
+    Fetcher fetcher;
+    if (next.count > 0) {
+      const bool shared = next.key[0] == next.value[0];
+      fetcher = shared ? Fetcher(next.key, next.count, bytes_with_keys(next), key_bytes(), steps)
+                       : Fetcher(next.value, next.count, 0, value_bytes(), steps);
     }
     for (int d = 0; d < padded_dim_v_; d += kChunk) {
       if (tile.seen_by_all && padded_rows_ <= kRowBlock && d + kChunk <= task_.head_dim_v) {
-        add_rows<Number>(tile.value, int64_t(d) * Number::kBytes, tile.count, d, ahead);
+        add_rows(Lying<Number>{tile.value, int64_t(d) * Number::kBytes}, tile.count, d, fetcher);
         continue;
       }
       unpack(tile.value, tile.count, d, task_.head_dim_v, unpacked_values_);
       if (tile.seen_by_all) {
-        add_rows<Fp32>(unpacked_, unpacked_values(), tile.count, d, ahead);
-        continue;
-      }
-      for (int r = 0; r < rows_; r++) {  // a hidden value must not even be multiplied by zero
-        const Seen range = seen(tile, r);
-        add_values<Fp32, 1>(sums_ + chunk(r, padded_dim_v_, d), decays_ + r, unpacked_ + range.first,
-                            unpacked_values(), range.last - range.first,
-                            scores_ + r * kTile + range.first, nothing);
+        add_rows(Unpacked{unpacked_values_}, tile.count, d, fetcher);
+      } else {
+        add_seen(tile, d);
       }
     }
   }
 
-  // From the unpacked keys of a token to its unpacked values.
-  int64_t unpacked_values() const { return (unpacked_values_ - unpacked_keys_) * int64_t{4}; }
+  template <class Values>
+  void add_rows(Values values, int count, int d, Fetcher& fetcher) {
+    Fetcher nothing;
+    for_blocks(padded_rows_, [&](int r, auto size) {
+      add_values<decltype(size)::kRows>(sums_ + chunk(r, padded_dim_v_, d), softmax_.decays + r,
+                                        values, count, scores_ + r * kTile,
+                                        r == 0 ? fetcher : nothing);
+    });
+  }
 
-  template <class Unpacked>
-  void add_rows(const char* const* values, int64_t offset, int count, int d, Ahead& ahead) {
-    Ahead nothing;
-    for (int r = 0; r < padded_rows_;) {
-      float* sums = sums_ + chunk(r, padded_dim_v_, d);
-      const float *decay = decays_ + r, *weights = scores_ + r * kTile;
-      Ahead& fetched = r == 0 ? ahead : nothing;
-      const int left = padded_rows_ - r;
-      if (left >= kRowBlock) {
-        add_values<Unpacked, kRowBlock>(sums, decay, values, offset, count, weights, fetched);
-        r += kRowBlock;
-      } else if (left >= 4) {
-        add_values<Unpacked, 4>(sums, decay, values, offset, count, weights, fetched);
-        r += 4;
-      } else if (left >= 2) {
-        add_values<Unpacked, 2>(sums, decay, values, offset, count, weights, fetched);
-        r += 2;
-      } else {
-        add_values<Unpacked, 1>(sums, decay, values, offset, count, weights, fetched);
-        r += 1;
-      }
+  // Row by row: a hidden value must not even be multiplied by zero.
+  void add_seen(const Tile& tile, int d) {
+    Fetcher nothing;
+    for (int r = 0; r < rows_; r++) {
+      const Seen seen = seen_by(task_, tile, r % task_.num_queries);
+      add_values<1>(sums_ + chunk(r, padded_dim_v_, d), softmax_.decays + r,
+                    Unpacked{unpacked_values_ + seen.first * kChunk}, seen.last - seen.first,
+                    scores_ + r * kTile + seen.first, nothing);
     }
   }
 
   void write() {
     for (int r = 0; r < rows_; r++) {
       float* out = task_.partial + int64_t(r) * (task_.head_dim_v + 2);
-      for (int d = 0; d < task_.head_dim_v; d++) out[d] = sums_[place(r, padded_dim_v_, d)];
-      out[task_.head_dim_v] = total(load(totals_ + r * kLanes));
-      out[task_.head_dim_v + 1] = tops_[r];
+      for (int d = 0; d < task_.head_dim_v; d += kChunk) {
+        const float* sums = sums_ + chunk(r, padded_dim_v_, d);
+        if (d + kChunk <= task_.head_dim_v) {
+          from_chunk(sums, out + d);
+          continue;
+        }
+        alignas(64) float numbers[kChunk];
+        from_chunk(sums, numbers);
+        memcpy(out + d, numbers, sizeof(float) * (task_.head_dim_v - d));
+      }
+      out[task_.head_dim_v] = total(load(softmax_.totals + r * kLanes));
+      out[task_.head_dim_v + 1] = softmax_.tops[r];
     }
   }
 
   const Task& task_;
   const int rows_, padded_rows_, padded_dim_, padded_dim_v_;
-  const float factor_;  // of a score in the exponent of its weight
-  float *query_, *scores_, *sums_, *totals_, *unpacked_keys_, *unpacked_values_;
-  float *tops_, *bases_, *decays_;
-  const char* unpacked_[kTile];  // of each token of a tile, in unpacked_keys_
+  float *query_, *scores_, *sums_, *unpacked_keys_, *unpacked_values_;
+  Softmax softmax_;
 };
 
 void attend(const Task& task, Dtype dtype) {

@@ -29,6 +29,8 @@ SPARSEKV_INLINE Vector zero() { return _mm256_setzero_ps(); }
 SPARSEKV_INLINE Vector broadcast(float x) { return _mm256_set1_ps(x); }
 SPARSEKV_INLINE Vector load(const float* p) { return _mm256_loadu_ps(p); }
 SPARSEKV_INLINE void store(float* p, Vector x) { _mm256_storeu_ps(p, x); }
+// Keeps x in a register, where compilers would rather load it at each use.
+SPARSEKV_INLINE void hold(Vector& x) { __asm__("" : "+x"(x)); }
 SPARSEKV_INLINE Vector plus(Vector a, Vector b) { return _mm256_add_ps(a, b); }
 SPARSEKV_INLINE Vector minus(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
 SPARSEKV_INLINE Vector times(Vector a, Vector b) { return _mm256_mul_ps(a, b); }

@@ -33,6 +33,8 @@ SPARSEKV_INLINE Vector zero() { return _mm512_setzero_ps(); }
 SPARSEKV_INLINE Vector broadcast(float x) { return _mm512_set1_ps(x); }
 SPARSEKV_INLINE Vector load(const float* p) { return _mm512_loadu_ps(p); }
 SPARSEKV_INLINE void store(float* p, Vector x) { _mm512_storeu_ps(p, x); }
+// Keeps x in a register, where compilers would rather load it at each use.
+SPARSEKV_INLINE void hold(Vector& x) { __asm__("" : "+v"(x)); }
 SPARSEKV_INLINE Vector plus(Vector a, Vector b) { return _mm512_add_ps(a, b); }
 SPARSEKV_INLINE Vector minus(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
 SPARSEKV_INLINE Vector times(Vector a, Vector b) { return _mm512_mul_ps(a, b); }

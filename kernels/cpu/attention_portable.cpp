@@ -25,6 +25,7 @@ SPARSEKV_INLINE Vector load(const float* p) {
   return x;
 }
 SPARSEKV_INLINE void store(float* p, Vector x) { memcpy(p, &x, sizeof x); }
+SPARSEKV_INLINE void hold(Vector&) {}
 SPARSEKV_INLINE Vector plus(Vector a, Vector b) { return a + b; }
 SPARSEKV_INLINE Vector minus(Vector a, Vector b) { return a - b; }
 SPARSEKV_INLINE Vector times(Vector a, Vector b) { return a * b; }

@@ -76,7 +76,7 @@ class Plan {
 
   // Keys of one task: enough to be worth its start, few enough that all threads end together and that
   // a sum of single precision stays exact to its last digits.
-  static constexpr int64_t kLeastProducts = int64_t(1) << 20;
+  static constexpr int64_t kLeastProducts = int64_t(16) << 20;
   static constexpr int64_t kLeastKeys = 512;
   static constexpr int64_t kMostKeys = 2048;
   static constexpr int64_t kTasksWanted = 256;

@@ -1,0 +1,63 @@
+// Scores of a tile become weights: a running softmax.
+//
+// Included inside the namespace of one instruction set, as tiles.h is.
+
+// 2^x for x <= 0, or NaN; relative error below 1e-7.
+SPARSEKV_INLINE Vector power_of_two(Vector x) {
+  x = maximum(broadcast(-200.0f), x);  // in this order NaN stays
+  const Vector whole = round_to_whole(x);
+  const Vector rest = minus(x, whole);
+  Vector y = broadcast(1.534732010e-04f);  // least relative error on [-1/2, 1/2]
+  y = times_plus(y, rest, broadcast(1.340015445e-03f));
+  y = times_plus(y, rest, broadcast(9.618484243e-03f));
+  y = times_plus(y, rest, broadcast(5.550328082e-02f));
+  y = times_plus(y, rest, broadcast(2.402264692e-01f));
+  y = times_plus(y, rest, broadcast(6.931472062e-01f));
+  y = times_plus(y, rest, broadcast(1.0f));
+  return scale_by_power(y, whole);
+}
+
+// Of each query row, over the tiles so far.
+struct Softmax {
+  float* tops;    // the largest score
+  float* bases;   // the same, but finite
+  float* decays;  // what sums of earlier tiles are to be multiplied with
+  float* totals;  // (rows, kLanes), of weights
+  float factor;   // of a score in the exponent of its weight
+
+  // The difference first: it is exact where it matters, and never above 0.
+  SPARSEKV_MEMBER Vector weights_of(Vector scores, Vector base) const {
+    return power_of_two(times(minus(scores, base), broadcast(factor)));
+  }
+
+  // scores (rows, kTile) become weights relative to the largest score of the row so far.
+  void weigh(const Task& task, const Tile& tile, float* all_scores) const {
+    const int rows = task_rows(task), width = rounded_up(tile.count, kLanes);
+    for (int r = 0; r < rows; r++) {
+      float* scores = all_scores + r * kTile;
+      const Seen seen = seen_by(task, tile, r % task.num_queries);
+      for (int t = 0; t < seen.first; t++) scores[t] = -__builtin_inff();
+      for (int t = seen.last; t < width; t++) scores[t] = -__builtin_inff();
+      Vector top = load(scores);
+      for (int t = kLanes; t < width; t += kLanes) top = maximum(load(scores + t), top);
+      const float found = largest(top);
+      decays[r] = tops[r];
+      if (found > tops[r]) tops[r] = found;
+      bases[r] = tops[r] < -__FLT_MAX__ ? -__FLT_MAX__ : tops[r];  // finite: no -inf + inf
+    }
+    for (int r = 0; r < rows; r += kLanes) {
+      store(decays + r, weights_of(load(decays + r), load(bases + r)));
+    }
+    for (int r = 0; r < rows; r++) {
+      float* scores = all_scores + r * kTile;
+      const Vector base = broadcast(bases[r]);
+      Vector sum = times(load(totals + r * kLanes), broadcast(decays[r]));
+      for (int t = 0; t < width; t += kLanes) {
+        const Vector weights = weights_of(load(scores + t), base);
+        store(scores + t, weights);
+        sum = plus(sum, weights);
+      }
+      store(totals + r * kLanes, sum);
+    }
+  }
+};

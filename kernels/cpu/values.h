@@ -1,0 +1,52 @@
+// Weights times the values of a tile.
+//
+// Included inside the namespace of one instruction set, as tiles.h is.
+
+// One chunk of the values of a tile, where they lie.
+template <class Number>
+struct Lying {
+  const char* const* tokens;
+  int64_t offset;
+  SPARSEKV_MEMBER void load_pair(int t, Vector& first, Vector& second) const {
+    Number::load_pair(tokens[t] + offset, first, second);
+  }
+};
+
+// The same, unpacked: kChunk floats a token, end to end.
+struct Unpacked {
+  const float* start;
+  SPARSEKV_MEMBER void load_pair(int t, Vector& first, Vector& second) const {
+    first = load(start + t * kChunk);
+    second = load(start + t * kChunk + kLanes);
+  }
+};
+
+// One chunk of kRows rows of sums, end to end, += weights x the chunk of `count` values, after the
+// sums were scaled.
+template <int kRows, class Values>
+SPARSEKV_INLINE void add_values(float* sums, const float* decay, Values values, int count,
+                                const float* weights, Fetcher& fetcher) {
+  Vector first[kRows], second[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; r++) {
+    const Vector scale = broadcast(decay[r]);
+    first[r] = times(load(sums + r * kChunk), scale);
+    second[r] = times(load(sums + r * kChunk + kLanes), scale);
+  }
+  for (int t = 0; t < count; t++) {
+    Vector v, w;
+    values.load_pair(t, v, w);
+    fetcher.step();
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) {
+      const Vector weight = broadcast(weights[r * kTile + t]);
+      first[r] = times_plus(v, weight, first[r]);
+      second[r] = times_plus(w, weight, second[r]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; r++) {
+    store(sums + r * kChunk, first[r]);
+    store(sums + r * kChunk + kLanes, second[r]);
+  }
+}
