@@ -33,7 +33,9 @@ class BlockLists:
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 2**48:
-            raise LayoutError(f"block_size={self.block_size}: must be at least 1 token, below 2**48")
+            raise LayoutError(
+                f"block_size={self.block_size}: must be at least 1 token, and at most 2**48"
+            )
         for name, tensor, num_dims in (
             ("indices", self.indices, 3),
             ("num_blocks", self.num_blocks, 2),

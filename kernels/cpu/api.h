@@ -39,8 +39,8 @@ struct sparsekv_partial_attention_call {
   int64_t batch, num_heads, num_queries, head_dim, head_dim_v;
   int64_t num_segments, rows, num_kv_heads, tokens;
   int64_t query_start;
-  int64_t sliding_window;   // a query at p sees keys at p - sliding_window + 1 ... p; 0: from the first
-  int64_t block_size;       // block n: keys n * block_size ... of all segments; 0: no lists, all keys
+  int64_t sliding_window;   // a query at p sees p - sliding_window + 1 ... p; 0: from the first
+  int64_t block_size;       // block n: keys n * block_size ... of all segments; 0: no lists
   int64_t max_blocks;
   float softmax_scale;
   int32_t dtype;            // of keys and values: 0 float32, 1 bfloat16, 2 float16

@@ -52,7 +52,9 @@ int32_t check_rows(const Call& call) {
 
 int32_t check_blocks(const Call& call) {
   if (call.block_size == 0) return SPARSEKV_OK;
-  if (!call.num_blocks || (call.max_blocks > 0 && !call.block_indices)) return SPARSEKV_BAD_ARGUMENT;
+  if (!call.num_blocks || (call.max_blocks > 0 && !call.block_indices)) {
+    return SPARSEKV_BAD_ARGUMENT;
+  }
   const int64_t num_keys = call.num_segments * call.tokens;
   const int64_t existing = (num_keys + call.block_size - 1) / call.block_size;
   const int64_t pairs = call.batch * call.num_kv_heads;

@@ -74,8 +74,8 @@ class Plan {
   static constexpr int64_t kRowsPerPass = 64;  // if a kv head has that many query rows
   static constexpr int64_t kQueriesPerPass = 8;
 
-  // Keys of one task: enough to be worth its start, few enough that all threads end together and that
-  // a sum of single precision stays exact to its last digits.
+  // Keys of one task: enough to be worth its start and its partial result, few enough that all
+  // threads end together and that a sum of single precision stays exact to its last digits.
   static constexpr int64_t kLeastProducts = int64_t(16) << 20;
   static constexpr int64_t kLeastKeys = 512;
   static constexpr int64_t kMostKeys = 2048;

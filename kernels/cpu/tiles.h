@@ -12,8 +12,8 @@ struct Tile {
   int64_t position = 0;      // of the first token, where not seen by all
 };
 
-// The tiles of a task. Keys that no query token sees are left out: those after the last query, out of
-// every sliding window, before the row's first position, under the key mask, or past the last key.
+// The tiles of a task. Keys that no query token sees are left out: those after the last query, out
+// of every sliding window, before the row's first position, under the key mask, or past the last key.
 class Tiles {
  public:
   explicit Tiles(const Task& task)
