@@ -96,7 +96,7 @@ def partial_attention(
     out = torch.empty(batch, num_heads, num_queries, value.shape[-1], dtype=torch.float32)
     lse = torch.empty(batch, num_heads, num_queries, dtype=torch.float32)
 
-    query = query.detach().to(torch.float32)
+    query = (query.detach() if query.requires_grad else query).float()
     query = query if _is_contiguous_at_last(query) else query.contiguous()
     positions = positions.contiguous()
     row_table = None if row_table is None else row_table.contiguous()
@@ -166,11 +166,10 @@ def _check(
     key_mask: Tensor | None,
     key_start: Tensor | None,
 ) -> None:
-    named = {"query": query, "key": key, "value": value, "positions": positions}
-    options = {"row_table": row_table, "key_mask": key_mask, "key_start": key_start}
-    named |= {name: tensor for name, tensor in options.items() if tensor is not None}
-    for name, tensor in named.items():
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    names = ("query", "key", "value", "positions", "row_table", "key_mask", "key_start")
+    tensors = (query, key, value, positions, row_table, key_mask, key_start)
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None and not (tensor.is_cpu and tensor.layout is torch.strided):
             raise LayoutError(
                 f"{name} is {tensor.layout} on {tensor.device}: must be strided, on the CPU; "
                 "move or convert it"
@@ -211,16 +210,16 @@ def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if (query.dim(), key.dim(), value.dim()) != (4, 5, 5) or key.shape[:4] != value.shape[:4]:
+    queries, keys, values = query.shape, key.shape, value.shape
+    if (len(queries), len(keys), len(values)) != (4, 5, 5) or keys[:4] != values[:4]:
         raise LayoutError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: must "
+            f"query {tuple(queries)}, key {tuple(keys)}, value {tuple(values)}: must "
             "be (batch, num_heads, num_queries, head_dim) and twice (num_segments, rows, "
             "num_kv_heads, tokens, dim), the same but for dim; reshape them"
         )
-    num_kv_heads = key.shape[2]
-    if query.shape[3] != key.shape[4] or not num_kv_heads or query.shape[1] % num_kv_heads:
+    if queries[3] != keys[4] or not keys[2] or queries[1] % keys[2]:
         raise LayoutError(
-            f"query {tuple(query.shape)} and key {tuple(key.shape)}: head_dim must be equal and "
+            f"query {tuple(queries)} and key {tuple(keys)}: head_dim must be equal and "
             "num_heads a multiple of num_kv_heads; check the model's head counts"
         )
     for name, tensor in (("key", key), ("value", value)):
