@@ -18,9 +18,10 @@ class Ahead {
  public:
   Ahead(const Piece* pieces, int count) : piece_(pieces), end_(pieces + count) {}
 
+  // Into the second-level cache: the first is too small for what is on its way.
   inline __attribute__((always_inline)) void fetch(size_t lines) {
     for (; lines > 0 && piece_ != end_; lines--) {
-      __builtin_prefetch(piece_->from + offset_, 0, 3);
+      __builtin_prefetch(piece_->from + offset_, 0, 2);
       offset_ += kLine;
       if (offset_ >= piece_->bytes) {
         piece_++;

@@ -85,44 +85,47 @@ void BlockGather::copy_item(int64_t item) const {
   int64_t list = std::upper_bound(starts_.begin(), starts_.end(), at) - starts_.begin() - 1;
   Pieces pieces(kernel_);
   for (; at < end; list++) {
-    while (at < std::min(end, starts_[list + 1])) {
-      const int64_t within = at - starts_[list];
-      const int64_t slot = within / call_.block_size, token = within % call_.block_size;
-      const int64_t count = std::min(call_.block_size - token, end - at);
-      copy_run(pieces, list, slot, token, count);
-      at += count;
-    }
+    const int64_t list_end = std::min(end, starts_[list + 1]);
+    copy_slots(pieces, list, at - starts_[list], list_end - starts_[list]);
+    at = list_end;
   }
   pieces.copy();
 }
 
-// `count` tokens of one block, or as many of them as there are.
-void BlockGather::copy_run(Pieces& pieces, int64_t list, int64_t slot, int64_t token,
-                           int64_t count) const {
+// Tokens begin ... end - 1 of one list's slots, as far as there are such tokens in the source.
+void BlockGather::copy_slots(Pieces& pieces, int64_t list, int64_t begin, int64_t end) const {
   const int64_t row = list / call_.num_kv_heads, head = list % call_.num_kv_heads;
-  const int64_t bytes = call_.token_bytes;
-  const bool is_dense = call_.source_strides[3] == bytes && call_.out_strides[3] == bytes;
-  char* to = static_cast<char*>(call_.out) + row * call_.out_strides[0] +
-             head * call_.out_strides[1] + slot * call_.out_strides[2] +
-             token * call_.out_strides[3];
-  int64_t at = block_of(call_, list, slot) * call_.block_size + token;
-  const int64_t end = std::min(at + count, tokens_in(call_));
-  while (at < end) {
-    const int64_t segment = at / call_.tokens, within = at % call_.tokens;
-    const int64_t physical = call_.row_table ? call_.row_table[segment * call_.batch + row] : row;
-    const char* from = static_cast<const char*>(call_.source) + segment * call_.source_strides[0] +
-                       physical * call_.source_strides[1] + head * call_.source_strides[2] +
-                       within * call_.source_strides[3];
-    const int64_t tokens = std::min(end - at, call_.tokens - within);
-    if (is_dense) {
-      pieces.add(from, to, tokens * bytes);
-    } else {
-      for (int64_t t = 0; t < tokens; t++) {
-        pieces.add(from + t * call_.source_strides[3], to + t * call_.out_strides[3], bytes);
+  const int64_t bytes = call_.token_bytes, size = call_.block_size;
+  const int64_t from_step = call_.source_strides[3], to_step = call_.out_strides[3];
+  const bool is_dense = from_step == bytes && to_step == bytes;
+  const char* source = static_cast<const char*>(call_.source) + head * call_.source_strides[2];
+  char* out = static_cast<char*>(call_.out) + row * call_.out_strides[0] +
+              head * call_.out_strides[1];
+  const int64_t* rows = call_.row_table ? call_.row_table + row : nullptr;
+
+  int64_t slot = begin / size, token = begin % size;
+  for (int64_t left = end - begin; left > 0; slot++, token = 0) {
+    const int64_t count = std::min(size - token, left);
+    left -= count;
+    char* to = out + slot * call_.out_strides[2] + token * to_step;
+    int64_t at = block_of(call_, list, slot) * size + token;
+    const int64_t stop = std::min(at + count, tokens_in(call_));
+    while (at < stop) {
+      const int64_t segment = at / call_.tokens, within = at - segment * call_.tokens;
+      const int64_t physical = rows ? rows[segment * call_.batch] : row;
+      const char* from = source + segment * call_.source_strides[0] +
+                         physical * call_.source_strides[1] + within * from_step;
+      const int64_t tokens = std::min(stop - at, call_.tokens - within);
+      if (is_dense) {
+        pieces.add(from, to, tokens * bytes);
+      } else {
+        for (int64_t t = 0; t < tokens; t++) {
+          pieces.add(from + t * from_step, to + t * to_step, bytes);
+        }
       }
+      at += tokens;
+      to += tokens * to_step;
     }
-    at += tokens;
-    to += tokens * call_.out_strides[3];
   }
 }
 
@@ -150,10 +153,11 @@ int32_t check(const Call& call) {
   for (int64_t list = 0; list < lists; list++) {
     const int64_t length = list_length(call, list);
     if (length < 0 || length > call.max_blocks) return SPARSEKV_BAD_BLOCK;
+    bool is_wrong = false;  // one test for all: the lists are long, and nothing is copied meanwhile
     for (int64_t slot = 0; slot < length; slot++) {
-      const int64_t block = block_of(call, list, slot);
-      if (block < 0 || block >= blocks) return SPARSEKV_BAD_BLOCK;
+      is_wrong |= uint64_t(block_of(call, list, slot)) >= uint64_t(blocks);
     }
+    if (is_wrong) return SPARSEKV_BAD_BLOCK;
     if (length > 0 && (!call.source || !call.out)) return SPARSEKV_BAD_ARGUMENT;
   }
   return SPARSEKV_OK;

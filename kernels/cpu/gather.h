@@ -24,7 +24,7 @@ class BlockGather {
 
  private:
   class Pieces;
-  void copy_run(Pieces& pieces, int64_t list, int64_t slot, int64_t token, int64_t count) const;
+  void copy_slots(Pieces& pieces, int64_t list, int64_t begin, int64_t end) const;
 
   const sparsekv_gather_blocks_call call_;
   const CopyKernel& kernel_;
