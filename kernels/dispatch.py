@@ -85,14 +85,12 @@ class GatheredAttention(Protocol):
 
 
 class GatherBlocks(Protocol):
-    """Copies of named blocks; sparsekv.kernels.reference.gather defines it."""
+    """Copies of listed blocks; sparsekv.kernels.reference.gather defines it."""
 
     def __call__(
         self,
         source: Tensor,
-        block_ids: Tensor,
-        num_blocks: Tensor,
-        block_size: int,
+        blocks: BlockLists,
         out: Tensor,
         *,
         row_table: Tensor | None = None,

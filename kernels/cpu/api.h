@@ -53,13 +53,14 @@ SPARSEKV_EXPORT int32_t sparsekv_partial_attention(const sparsekv_partial_attent
 // Strides count bytes. The numbers of one token lie next to each other; out must not overlap the
 // source, nor itself.
 struct sparsekv_gather_blocks_call {
-  const void* source;        // (num_segments, rows, num_kv_heads, tokens, numbers of a token)
-  const int64_t* block_ids;  // (batch, num_kv_heads, max_blocks), end to end; null: slot n, block n
-  const int64_t* num_blocks; // (batch, num_kv_heads), end to end; null: max_blocks everywhere
-  const int64_t* row_table;  // as above
-  void* out;                 // (batch, num_kv_heads, max_blocks, block_size, numbers of a token)
-  int64_t source_strides[4]; // segment, row, head, token
-  int64_t out_strides[4];    // row, head, slot, token
+  const void* source;           // (num_segments, rows, num_kv_heads, tokens, numbers of a token)
+  const int64_t* block_indices; // (batch, num_kv_heads, max_blocks), end to end; null: slot n is of
+                                // block n
+  const int64_t* num_blocks;    // (batch, num_kv_heads), end to end; null: max_blocks everywhere
+  const int64_t* row_table;     // as above
+  void* out;                    // (batch, num_kv_heads, max_blocks, block_size, numbers of a token)
+  int64_t source_strides[4];    // segment, row, head, token
+  int64_t out_strides[4];       // row, head, slot, token
   int64_t batch, num_kv_heads, max_blocks, block_size;
   int64_t num_segments, rows, tokens;
   int64_t token_bytes;

@@ -29,7 +29,7 @@ int64_t list_length(const Call& call, int64_t list) {
 }
 
 int64_t block_of(const Call& call, int64_t list, int64_t slot) {
-  return call.block_ids ? call.block_ids[list * call.max_blocks + slot] : slot;
+  return call.block_indices ? call.block_indices[list * call.max_blocks + slot] : slot;
 }
 
 bool fit(std::initializer_list<int64_t> factors) {
@@ -152,7 +152,7 @@ int32_t check(const Call& call) {
   const int64_t blocks = divided_up(tokens_in(call), call.block_size);
   for (int64_t list = 0; list < lists; list++) {
     const int64_t length = list_length(call, list);
-    if (length < 0 || length > call.max_blocks) return SPARSEKV_BAD_BLOCK;
+    if (length < 0 || length > call.max_blocks || length > blocks) return SPARSEKV_BAD_BLOCK;
     bool is_wrong = false;  // one test for all: the lists are long, and nothing is copied meanwhile
     for (int64_t slot = 0; slot < length; slot++) {
       is_wrong |= uint64_t(block_of(call, list, slot)) >= uint64_t(blocks);

@@ -7,24 +7,28 @@ from torch import Tensor
 
 from sparsekv.errors import CapacityError, LayoutError
 from sparsekv.kernels import torch_ops
+from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu.library import native_library
 
-_ROW_RULE = (
-    "row_table names a physical row that does not exist; entries must be within 0 and rows - 1"
-)
-_BLOCK_RULE = (
-    "block_ids or num_blocks is out of range; a block must begin before the last segment ends, and "
-    "a list hold 0 to max_blocks of them"
-)
-_LAYOUT_ERRORS = {1: "a size is out of range; check the shapes", 2: _ROW_RULE, 6: _BLOCK_RULE}
+_BAD_ROW = 2
 _NO_MEMORY = 4
+_LAYOUT_ERRORS = {
+    1: "a size is out of range; check the shapes",
+    _BAD_ROW: "row_table names a physical row that does not exist; entries must be within 0 and "
+    "rows - 1",
+    6: "a block list names a block that does not exist, or is longer than its room or than there "
+    "are blocks; list existing blocks",
+}
 
 
 class _Call(ctypes.Structure):
     """struct sparsekv_gather_blocks_call of api.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("source", "block_ids", "num_blocks", "row_table")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("source", "block_indices", "num_blocks", "row_table")
+        ),
         ("out", ctypes.c_void_p),
         ("source_strides", ctypes.c_int64 * 4),
         ("out_strides", ctypes.c_int64 * 4),
@@ -35,14 +39,12 @@ class _Call(ctypes.Structure):
 
 def gather_blocks(
     source: Tensor,
-    block_ids: Tensor,
-    num_blocks: Tensor,
-    block_size: int,
+    blocks: BlockLists,
     out: Tensor,
     *,
     row_table: Tensor | None = None,
 ) -> None:
-    """Copy named blocks end to end into `out`; defined by the reference op of the same name.
+    """Copy listed blocks end to end into `out`; defined by the reference op of the same name.
 
     Strides are free but for the last dimension, which must be contiguous; no address needs to be
     aligned. Runs on the library's own threads, with the GIL released, and returns when all is
@@ -54,27 +56,27 @@ def gather_blocks(
         CapacityError: the lists do not fit into memory; nothing was written.
     """
     _check_pair(source, out, 5)
-    _check_lists(source, block_ids, num_blocks, block_size, out, row_table)
+    _check_lists(source, blocks, out, row_table)
     library = native_library()
     if library is None:
-        _check_indices(source, block_ids, num_blocks, block_size, row_table)
-        torch_ops.gather_blocks(source, block_ids, num_blocks, block_size, out, row_table=row_table)
+        _check_indices(source, blocks, row_table)
+        torch_ops.gather_blocks(source, blocks, out, row_table=row_table)
         return
     num_segments, rows, num_kv_heads, tokens, _ = source.shape
-    block_ids, num_blocks = block_ids.contiguous(), num_blocks.contiguous()
+    indices, num_blocks = blocks.indices.contiguous(), blocks.num_blocks.contiguous()
     row_table = None if row_table is None else row_table.contiguous()
     call = _Call(
         source=source.data_ptr(),
-        block_ids=block_ids.data_ptr(),
+        block_indices=indices.data_ptr(),
         num_blocks=num_blocks.data_ptr(),
         row_table=None if row_table is None else row_table.data_ptr(),
         out=out.data_ptr(),
         source_strides=_byte_strides(source),
         out_strides=_byte_strides(out),
-        batch=block_ids.shape[0],
+        batch=indices.shape[0],
         num_kv_heads=num_kv_heads,
-        max_blocks=block_ids.shape[2],
-        block_size=block_size,
+        max_blocks=indices.shape[2],
+        block_size=blocks.block_size,
         num_segments=num_segments,
         rows=rows,
         tokens=tokens,
@@ -191,56 +193,36 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _check_lists(
-    source: Tensor,
-    block_ids: Tensor,
-    num_blocks: Tensor,
-    block_size: int,
-    out: Tensor,
-    row_table: Tensor | None,
-) -> None:
-    if not 1 <= block_size < 2**48:
-        raise LayoutError(f"block_size={block_size}: must be at least 1, in tokens, below 2**48")
-    batch, num_kv_heads, max_blocks = out.shape[:3]
-    if num_kv_heads != source.shape[2] or out.shape[3] != block_size:
+def _check_lists(source: Tensor, blocks: BlockLists, out: Tensor, row_table: Tensor | None) -> None:
+    num_segments, rows, num_kv_heads, _, _ = source.shape
+    batch = out.shape[0]
+    blocks.check_shape(batch, num_kv_heads, source.device)
+    shape = (*blocks.indices.shape, blocks.block_size, source.shape[-1])
+    if out.shape != shape:
         raise LayoutError(
-            f"out {tuple(out.shape)}: must be (batch, {source.shape[2]}, max_blocks, {block_size}, "
-            "dim) for this source and block_size; reshape it"
+            f"out {tuple(out.shape)}: must be {shape}, (batch, num_kv_heads, max_blocks, "
+            "block_size, dim) of these lists and this source; reshape it"
         )
-    _check_integers("block_ids", block_ids, (batch, num_kv_heads, max_blocks))
-    _check_integers("num_blocks", num_blocks, (batch, num_kv_heads))
     if row_table is not None:
-        _check_integers("row_table", row_table, (source.shape[0], batch))
-    elif source.shape[1] != batch:
+        _check_row_table(row_table, (num_segments, batch))
+    elif rows != batch:
         raise LayoutError(
-            f"out has {batch} rows, the source {source.shape[1]}: must be equal without a "
-            "row_table; give one"
+            f"out has {batch} rows, the source {rows}: must be equal without a row_table; give one"
         )
 
 
-def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    if not is_plain or tensor.dtype != torch.int64 or tensor.shape != shape:
+def _check_row_table(row_table: Tensor, shape: tuple[int, int]) -> None:
+    is_plain = row_table.device.type == "cpu" and row_table.layout == torch.strided
+    if not is_plain or row_table.dtype != torch.int64 or row_table.shape != shape:
         raise LayoutError(
-            f"{name} {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}: must be int64, of "
-            f"shape {shape}, strided on the CPU; convert it"
+            f"row_table {tuple(row_table.shape)} of {row_table.dtype} on {row_table.device}: must "
+            f"be int64, of shape {shape}, strided on the CPU; convert it"
         )
 
 
-def _check_indices(
-    source: Tensor,
-    block_ids: Tensor,
-    num_blocks: Tensor,
-    block_size: int,
-    row_table: Tensor | None,
-) -> None:
+def _check_indices(source: Tensor, blocks: BlockLists, row_table: Tensor | None) -> None:
     """What the native library checks itself."""
     num_segments, rows, _, tokens, _ = source.shape
     if row_table is not None and not ((row_table >= 0) & (row_table < rows)).all():
-        raise LayoutError(f"the copy was refused: {_ROW_RULE}")
-    max_blocks = block_ids.shape[2]
-    is_named = torch.arange(max_blocks) < num_blocks[..., None]
-    blocks = -(-num_segments * tokens // block_size)
-    is_right = (block_ids >= 0) & (block_ids < blocks) | ~is_named
-    if not (is_right.all() and ((num_blocks >= 0) & (num_blocks <= max_blocks)).all()):
-        raise LayoutError(f"the copy was refused: {_BLOCK_RULE}")
+        raise LayoutError(f"the copy was refused: {_LAYOUT_ERRORS[_BAD_ROW]}")
+    blocks.check_indices(num_segments * tokens)

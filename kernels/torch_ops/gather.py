@@ -10,35 +10,34 @@ import math
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.block_lists import BlockLists
+
 WORKSPACE_BYTES = 16 * 2**20
 """What blocks may take that are on their way from source to out."""
 
 
 def gather_blocks(
     source: Tensor,
-    block_ids: Tensor,
-    num_blocks: Tensor,
-    block_size: int,
+    blocks: BlockLists,
     out: Tensor,
     *,
     row_table: Tensor | None = None,
 ) -> None:
-    """Copy named blocks end to end into `out`; defined by the reference op of the same name."""
+    """Copy listed blocks end to end into `out`; defined by the reference op of the same name."""
     num_segments, _, _, tokens, dim = source.shape
     if source.numel() == 0 or out.numel() == 0:
         return
-    unit = math.gcd(tokens, block_size)
+    unit = math.gcd(tokens, blocks.block_size)
     stored = source.unflatten(3, (-1, unit))  # [N, R, G, P, U, D]
     slots = out.unflatten(3, (-1, unit))  # [B, G, M, L, U, D]
-    units_of_segment, units_of_block = tokens // unit, block_size // unit
+    units_of_segment, units_of_block = tokens // unit, blocks.block_size // unit
 
-    is_named = torch.arange(block_ids.shape[2]) < num_blocks[..., None]  # [B, G, M]
-    named = is_named.nonzero()  # row, head, slot of each block
+    listed = blocks.is_listed().nonzero()  # row, head, slot of each block
     parts = torch.arange(units_of_block)
-    block_bytes = block_size * dim * source.element_size()
-    for some in named.split(max(1, WORKSPACE_BYTES // block_bytes)):
+    block_bytes = blocks.block_size * dim * source.element_size()
+    for some in listed.split(max(1, WORKSPACE_BYTES // block_bytes)):
         row, head, slot = some.unbind(1)
-        units = block_ids[row, head, slot][:, None] * units_of_block + parts  # [some, L]
+        units = blocks.indices[row, head, slot][:, None] * units_of_block + parts  # [some, L]
         index, part = (units < num_segments * units_of_segment).nonzero(as_tuple=True)
         unit_ids = units[index, part]
         row, head, slot = row[index], head[index], slot[index]

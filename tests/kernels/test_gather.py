@@ -1,6 +1,7 @@
 """Gathers of blocks and copies of segments: exactly the named bytes, in every implementation."""
 
 import contextlib
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sparsekv.errors import LayoutError, SparseKVError
 from sparsekv.kernels import cpu, reference, torch_ops
+from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu import library
 from sparsekv.kernels.dispatch import copy_segment_for, gather_blocks_for
 
@@ -83,15 +85,14 @@ def make_case(
     blocks = -(-segments * tokens // block_size)
     lists = (batch, num_kv_heads)
     ids = torch.randint(0, blocks, (*lists, max_blocks), generator=random)
-    lengths = torch.randint(0, max_blocks + 1, lists, generator=random)
-    lengths[0, 0] = max_blocks
+    longest = min(max_blocks, blocks)
+    lengths = torch.randint(0, longest + 1, lists, generator=random)
+    lengths[0, 0] = longest
     ids[0, 0, 0] = blocks - 1  # the one that may be partial
     ids[torch.arange(max_blocks) >= lengths[..., None]] = -(2**62)  # nobody may look at these
     return {
         "source": stored[:, :, :, 0],
-        "block_ids": ids,
-        "num_blocks": lengths,
-        "block_size": block_size,
+        "blocks": BlockLists(indices=ids, num_blocks=lengths, block_size=block_size),
         "row_table": torch.randint(0, 4, (segments, batch), generator=random)
         if with_rows
         else None,
@@ -99,7 +100,8 @@ def make_case(
 
 
 def out_shape(case: dict[str, Any]) -> tuple[int, ...]:
-    return (*case["block_ids"].shape, case["block_size"], case["source"].shape[-1])
+    blocks = case["blocks"]
+    return (*blocks.indices.shape, blocks.block_size, case["source"].shape[-1])
 
 
 def check_gather(ops: Any, case: dict[str, Any], *, shift: int = 0) -> None:
@@ -167,7 +169,7 @@ def test_out_may_be_strided(ops: Any) -> None:
 def test_smallest_sizes(ops: Any, change: dict[str, int]) -> None:
     if change == {"batch": 0}:
         case = make_case()
-        case |= {name: case[name][:0] for name in ("block_ids", "num_blocks")}
+        case["blocks"] = changed(indices=IDS[:0], num_blocks=LENGTHS[:0])
         case["source"] = case["source"][:, :0]
     else:
         case = make_case(**change)
@@ -176,8 +178,7 @@ def test_smallest_sizes(ops: Any, change: dict[str, int]) -> None:
 
 @every_op
 def test_empty_lists_write_nothing(ops: Any) -> None:
-    case = make_case()
-    case["num_blocks"] = torch.zeros_like(case["num_blocks"])
+    case = make_case() | {"blocks": changed(num_blocks=torch.zeros_like(LENGTHS))}
     for source in (case["source"], case["source"][:0]):
         out, memory = poisoned(out_shape(case), torch.bfloat16)
         ops.gather_blocks(**(case | {"source": source}), out=out)
@@ -263,9 +264,13 @@ def test_stores_pass_the_caches_by_in_the_width_of_the_isa(isa: str, register: s
 
 # Wrong inputs
 
-SOURCE = make_case()["source"]
-IDS, LENGTHS = make_case()["block_ids"], make_case()["num_blocks"]
+SOURCE, BLOCKS = make_case()["source"], make_case()["blocks"]
+IDS, LENGTHS = BLOCKS.indices, BLOCKS.num_blocks
 OUT = torch.zeros(2, 2, 5, 8, 40, dtype=torch.bfloat16)
+
+
+def changed(**changes: Any) -> BlockLists:
+    return dataclasses.replace(BLOCKS, **changes)
 
 
 @pytest.mark.parametrize(
@@ -280,24 +285,22 @@ OUT = torch.zeros(2, 2, 5, 8, 40, dtype=torch.bfloat16)
         ({"source": SOURCE[..., :0], "out": OUT[..., :0]}, "at least one"),
         ({"source": SOURCE.to("meta")}, "source is torch.strided on meta"),
         ({"out": OUT.to("meta")}, "out is torch.strided on meta"),
-        ({"out": OUT[:, :1]}, r"must be \(batch, 2, max_blocks, 8, dim\)"),
-        ({"out": OUT[:, :, :, :7]}, r"must be \(batch, 2, max_blocks, 8, dim\)"),
+        ({"source": SOURCE.to_sparse()}, "source is torch.sparse"),
+        ({"out": OUT[:, :, :, :7]}, r"out .*: must be \(2, 2, 5, 8, 40\)"),
+        ({"out": OUT[:, :, :4]}, r"out .*: must be \(2, 2, 5, 8, 40\)"),
         ({"out": OUT[:, :, :1].expand(OUT.shape)}, "its tokens overlap"),
-        ({"block_size": 0}, "block_size=0"),
-        ({"block_size": -8}, "block_size=-8"),
-        ({"block_size": 2**60}, "block_size="),
-        ({"block_ids": IDS.int()}, "block_ids .* must be int64"),
-        ({"block_ids": IDS[:, :, :4]}, "block_ids .* must be int64, of shape"),
-        ({"block_ids": IDS.to("meta")}, "block_ids .* on the CPU"),
-        ({"num_blocks": LENGTHS[0]}, "num_blocks .* must be int64, of shape"),
-        ({"num_blocks": LENGTHS + 6}, "a list hold 0 to max_blocks"),
-        ({"num_blocks": torch.full_like(LENGTHS, -1)}, "a list hold 0 to max_blocks"),
-        ({"block_ids": torch.full_like(IDS, 12)}, "begin before the last segment ends"),
-        ({"block_ids": torch.full_like(IDS, -1)}, "begin before the last segment ends"),
-        ({"block_ids": torch.full_like(IDS, 2**63 - 1)}, "begin before the last segment ends"),
-        ({"source": SOURCE[:0]}, "begin before the last segment ends"),
+        ({"out": OUT[:1]}, "block lists for"),
+        ({"source": SOURCE[:, :, :1]}, "block lists for"),
+        ({"blocks": changed(indices=IDS.to("meta"), num_blocks=LENGTHS.to("meta"))}, "on meta"),
+        ({"blocks": changed(num_blocks=LENGTHS + 6)}, "list existing blocks"),
+        ({"blocks": changed(num_blocks=torch.full_like(LENGTHS, -1))}, "list existing blocks"),
+        ({"blocks": changed(indices=torch.full_like(IDS, 12))}, "list existing blocks"),
+        ({"blocks": changed(indices=torch.full_like(IDS, -1))}, "list existing blocks"),
+        ({"blocks": changed(indices=torch.full_like(IDS, 2**63 - 1))}, "list existing blocks"),
+        ({"source": SOURCE[:0]}, "list existing blocks"),
         ({"source": SOURCE[:, :1]}, "out has 2 rows, the source 1"),
         ({"row_table": torch.zeros(2, 3, dtype=torch.int64)}, "row_table .* of shape"),
+        ({"row_table": torch.zeros(3, 2)}, "row_table .* must be int64"),
         ({"row_table": torch.full((3, 2), 2)}, "row_table names"),
         ({"row_table": torch.full((3, 2), -1)}, "row_table names"),
     ],
@@ -322,20 +325,15 @@ def choose(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_out_must_not_lie_within_the_source() -> None:
-    memory = torch.zeros(4, 2, 2, 8, 40)
-    case = make_case() | {"source": memory[:3]}
-    case["block_ids"] = case["block_ids"].clamp(0, 2)
-    for source, out in ((memory[:3], memory[2:]), (memory[:, :, :, ::2], memory[:, :, :, 1::2])):
-        shape = {"source": source, "block_size": out.shape[3]}
-        lists = {
-            "block_ids": torch.zeros(len(out), 2, 2, dtype=torch.int64),
-            "num_blocks": torch.zeros(len(out), 2, dtype=torch.int64),
-            "row_table": torch.zeros(len(source), len(out), dtype=torch.int64),
-        }
-        with pytest.raises(LayoutError, match="must be before or behind it"):
-            cpu.gather_blocks(**shape, **lists, out=out.transpose(1, 2))
+    memory = torch.zeros(4, 2, 2, 16, 40)
+    lists = torch.zeros(2, 2, 2, dtype=torch.int64)
+    blocks = BlockLists(indices=lists, num_blocks=lists[..., 0], block_size=16)
+    ahead = {"source": memory[:2], "blocks": blocks}
+    cpu.gather_blocks(**ahead, out=memory[2:])
     with pytest.raises(LayoutError, match="must be before or behind it"):
-        cpu.copy_segment(memory[0], memory[0])
+        cpu.gather_blocks(**ahead, out=memory[1:3])
+    with pytest.raises(LayoutError, match="must be before or behind it"):
+        cpu.copy_segment(memory[0, :, :, ::2], memory[0, :, :, 1::2])
 
 
 @pytest.mark.parametrize(
@@ -367,29 +365,25 @@ def test_nothing_given_to_the_ops_ends_the_process(data: st.DataObject) -> None:
     source = torch.ones(shape(data.draw(st.sampled_from([5, 5, 5, 4])))).to(dtype)
     if data.draw(st.booleans()):
         source = source.transpose(-1, data.draw(st.integers(-4, -1)))
-    out_sizes = shape(5)
+    sizes = shape(5)
     if source.dim() == 5 and data.draw(st.booleans()):
-        out_sizes[1], out_sizes[4] = source.shape[2], source.shape[4]
-    out, memory = poisoned(tuple(out_sizes), dtype)
-    ids = torch.randint(0, data.draw(st.sampled_from([1, 3, 2**62])), tuple(out_sizes[:3]))
-    lengths = torch.full(tuple(out_sizes[:2]), data.draw(st.integers(-1, 4)))
-    table = torch.full((len(source), out_sizes[0]), data.draw(st.integers(-1, 4)))
-    block_size = data.draw(st.sampled_from([out_sizes[3], -1, 0, 2**62, 2**70]))
+        sizes[1], sizes[4] = source.shape[2], source.shape[4]
+    out, memory = poisoned(tuple(sizes), dtype)
     if data.draw(st.booleans()):
         out = out.transpose(data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4)))
-    try:
-        cpu.gather_blocks(
-            source,
-            ids,
-            lengths,
-            block_size,
-            out,
-            row_table=table if data.draw(st.booleans()) else None,
+    table = torch.full((len(source), sizes[0]), data.draw(st.integers(-1, 4)))
+    is_refused = True
+    with contextlib.suppress(SparseKVError):
+        blocks = BlockLists(
+            indices=torch.randint(0, data.draw(st.sampled_from([1, 3, 2**62])), tuple(sizes[:3])),
+            num_blocks=torch.full(tuple(sizes[:2]), data.draw(st.integers(-1, 4))),
+            block_size=data.draw(st.sampled_from([sizes[3], -1, 0, 2**48, 2**70])),
         )
-    except SparseKVError:
-        assert (memory == POISON).all()
-    count = out.numel() * out.element_size()
-    assert (memory[count:] == POISON).all()
+        rows = table if data.draw(st.booleans()) else None
+        cpu.gather_blocks(source, blocks, out, row_table=rows)
+        is_refused = False
+    inside = 0 if is_refused else out.numel() * out.element_size()
+    assert (memory[inside:] == POISON).all()
     with contextlib.suppress(SparseKVError):
         cpu.copy_segment(source, out[0] if len(out) else out)
 
