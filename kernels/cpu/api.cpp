@@ -71,6 +71,11 @@ int32_t sparsekv_gather_blocks(const sparsekv_gather_blocks_call* call) {
 
 int32_t sparsekv_interface(void) { return SPARSEKV_INTERFACE; }
 
+#if !defined(SPARSEKV_FINGERPRINT)
+#define SPARSEKV_FINGERPRINT ""
+#endif
+const char* sparsekv_fingerprint(void) { return SPARSEKV_FINGERPRINT; }
+
 const char* sparsekv_isa(void) { return kernel_in_use().load()->name; }
 
 int32_t sparsekv_set_isa(const char* name) {

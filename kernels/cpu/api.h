@@ -73,6 +73,9 @@ SPARSEKV_EXPORT int32_t sparsekv_gather_blocks(const sparsekv_gather_blocks_call
 
 SPARSEKV_EXPORT int32_t sparsekv_interface(void);
 
+// Of the sources that the library was built from.
+SPARSEKV_EXPORT const char* sparsekv_fingerprint(void);
+
 // Name of the instruction set in use: "avx512", "avx2" or "portable".
 SPARSEKV_EXPORT const char* sparsekv_isa(void);
 

@@ -1,4 +1,7 @@
-"""Build the native library with the system's C++ compiler, once, into the user's cache folder."""
+"""Build the native library with a C++ compiler: into the package, or into the user's cache folder.
+
+Imports nothing but the standard library: setup.py loads this file where the package cannot be.
+"""
 
 import fcntl
 import hashlib
@@ -13,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 LIBRARY_NAME = "libsparsekv_cpu.so"
+PACKAGED_NAME = "_native"  # what a library that came with the package is called, before its suffix
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-pthread")
 # Some compilers link their own copy of the C++ library: it must not mix with the process's.
 LINK_FLAGS = ("-Wl,--exclude-libs,ALL",)
@@ -35,7 +39,7 @@ def built_library() -> Path:
     """
     compiler = _compiler()
     try:
-        folder = cache_folder() / f"cpu-{_fingerprint(compiler)}"
+        folder = cache_folder() / f"cpu-{_hash_of_build(compiler)}"
         library = folder / LIBRARY_NAME
         if library.exists():
             return library
@@ -44,10 +48,33 @@ def built_library() -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 logger.info("Building %s with %s, once: some seconds", library, compiler)
-                _build(compiler, folder)
+                _build(compiler, library)
         return library
     except OSError as error:
         raise BuildError(f"the library could not be written: {error}") from error
+
+
+def build_library(library: Path) -> None:
+    """Build the library under that name, which it gets when it is whole.
+
+    Raises:
+        BuildError: as built_library.
+    """
+    compiler = _compiler()
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _build(compiler, library)
+    except OSError as error:
+        raise BuildError(f"the library could not be written: {error}") from error
+
+
+def fingerprint() -> str:
+    """Hash of the sources and flags; a library knows the one that it was built from."""
+    hashed = hashlib.sha256()
+    for source in sorted(SOURCES.glob("*.h")) + _translation_units():
+        hashed.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
+    hashed.update(" ".join(FLAGS + LINK_FLAGS).encode())
+    return hashed.hexdigest()[:16]
 
 
 def cache_folder() -> Path:
@@ -67,27 +94,24 @@ def _compiler() -> str:
     raise BuildError("no C++ compiler (looked for $CXX, c++, g++)")
 
 
-def _fingerprint(compiler: str) -> str:
-    """Hash of all that decides what the library is."""
-    hashed = hashlib.sha256()
-    for source in sorted(SOURCES.glob("*.h")) + _translation_units():
-        hashed.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
-    hashed.update(" ".join(FLAGS + LINK_FLAGS).encode())
-    hashed.update(_run([compiler, "--version"]).encode())
-    return hashed.hexdigest()[:16]
+def _hash_of_build(compiler: str) -> str:
+    """Hash of all that decides what a library is that this machine builds."""
+    version = _run([compiler, "--version"])
+    return hashlib.sha256(f"{fingerprint()} {version}".encode()).hexdigest()[:16]
 
 
 def _translation_units() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
-def _build(compiler: str, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
+def _build(compiler: str, library: Path) -> None:
+    flags = [*FLAGS, f'-DSPARSEKV_FINGERPRINT="{fingerprint()}"']
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as name:
         temporary = Path(name)
         sources = {source: temporary / f"{source.stem}.o" for source in _translation_units()}
         running = [
             subprocess.Popen(
-                [compiler, *FLAGS, "-c", str(source), "-o", str(made)],
+                [compiler, *flags, "-c", str(source), "-o", str(made)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -104,10 +128,10 @@ def _build(compiler: str, folder: Path) -> None:
             for process in running:
                 process.kill()
                 process.wait()
-        library = temporary / LIBRARY_NAME
+        linked = temporary / library.name
         objects = [str(made) for made in sources.values()]
-        _run([compiler, "-shared", *FLAGS, *LINK_FLAGS, *objects, "-o", str(library)])
-        os.replace(library, folder / LIBRARY_NAME)
+        _run([compiler, "-shared", *FLAGS, *LINK_FLAGS, *objects, "-o", str(linked)])
+        os.replace(linked, library)
 
 
 def _run(command: list[str]) -> str:

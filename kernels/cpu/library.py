@@ -1,4 +1,7 @@
-"""The native library: found or built at first use, once in a process.
+"""The native library: found in the package or built, at first use, once in a process.
+
+A library is used only beside the very sources it was built from: in a tree where they change, what
+was packaged before is passed over.
 
 `SPARSEKV_CPU` says what to use: `auto` (the default) the library if there is one, else torch's ops,
 with one warning; `native` the library or an error; `torch` torch's ops.
@@ -15,7 +18,13 @@ from typing import Any
 import torch
 
 from sparsekv.errors import LayoutError
-from sparsekv.kernels.cpu.build import SOURCES, BuildError, built_library
+from sparsekv.kernels.cpu.build import (
+    PACKAGED_NAME,
+    SOURCES,
+    BuildError,
+    built_library,
+    fingerprint,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +41,16 @@ class Backend:
         isa: instruction set in use: "avx512", "avx2" or "portable"; None for torch's ops.
         num_threads: threads that compute.
         library: path of the native library; None for torch's ops.
-        reason: why there is no library; empty where there is one.
+        is_packaged: whether the library came with the package; False where this machine built it.
+        reason: why it is not what would have come first: the packaged library, then a built one,
+            then torch's ops. Empty for the first.
     """
 
     name: str
     isa: str | None
     num_threads: int
     library: Path | None
+    is_packaged: bool
     reason: str
 
 
@@ -48,6 +60,7 @@ class _Loaded:
 
     functions: Any = None  # a ctypes.CDLL, whose functions are found by name
     path: Path | None = None
+    is_packaged: bool = False
     reason: str = ""
 
 
@@ -77,6 +90,7 @@ def backend() -> Backend:
             isa=None,
             num_threads=torch.get_num_threads(),
             library=None,
+            is_packaged=False,
             reason=loaded.reason,
         )
     return Backend(
@@ -84,7 +98,8 @@ def backend() -> Backend:
         isa=loaded.functions.sparsekv_isa().decode(),
         num_threads=loaded.functions.sparsekv_threads(),
         library=loaded.path,
-        reason="",
+        is_packaged=loaded.is_packaged,
+        reason=loaded.reason,
     )
 
 
@@ -138,8 +153,7 @@ def _load_as_chosen(choice: str) -> _Loaded:
     if choice == "torch":
         return _Loaded(reason="SPARSEKV_CPU=torch")
     try:
-        path = _packaged_library() or built_library()
-        return _Loaded(functions=_open(path), path=path)
+        return _load_library()
     except BuildError as error:
         if choice == "native":
             raise LayoutError(
@@ -150,21 +164,44 @@ def _load_as_chosen(choice: str) -> _Loaded:
         return _Loaded(reason=str(error))
 
 
-def _packaged_library() -> Path | None:
+def _load_library() -> _Loaded:
+    """The packaged library, or else one that is built.
+
+    Raises:
+        BuildError: there is neither.
+    """
+    try:
+        path = _packaged_library()
+        return _Loaded(functions=_open(path), path=path, is_packaged=True)
+    except BuildError as error:
+        reason = str(error)
+    try:
+        path = built_library()
+        return _Loaded(functions=_open(path), path=path, reason=reason)
+    except BuildError as error:
+        raise BuildError(f"{reason}, and none can be built: {error}") from error
+
+
+def _packaged_library() -> Path:
     """The library that was built when the package was installed."""
-    return next(iter(sorted(SOURCES.glob("_native*.so"))), None)
+    for path in sorted(SOURCES.glob(f"{PACKAGED_NAME}*.so")):
+        return path
+    raise BuildError("the package holds no library")
 
 
 def _open(path: Path) -> Any:
     try:
         functions = ctypes.CDLL(str(path))
         interface = functions.sparsekv_interface()
+        functions.sparsekv_fingerprint.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise BuildError(f"{path} cannot be loaded: {error}") from error
     if interface != _INTERFACE:
         raise BuildError(
             f"{path} has interface {interface}, this version needs {_INTERFACE}; install again"
         )
+    if functions.sparsekv_fingerprint() != fingerprint().encode():
+        raise BuildError(f"{path} was built from other sources")
     functions.sparsekv_isa.restype = ctypes.c_char_p
     functions.sparsekv_set_isa.argtypes = (ctypes.c_char_p,)
     functions.sparsekv_set_threads.argtypes = (ctypes.c_int32,)
