@@ -1,17 +1,16 @@
-// How many threads the library starts when nobody says.
+// Which cores there are, and how many threads the library starts when nobody says.
 //
 // Files are read by C's functions: C++ streams find their locale through symbols that two copies of
 // the C++ library in one process share, and where the compiler links its own they crash.
+#include "cores.h"
+
 #include <sched.h>
 
 #include <algorithm>
 #include <cstdio>
-#include <set>
+#include <map>
 #include <string>
 #include <thread>
-#include <vector>
-
-#include "pool.h"
 
 namespace sparsekv {
 
@@ -43,24 +42,6 @@ std::string read_line(const std::string& path) {
 // Both numbers of a text; false if it does not start with two.
 bool two_numbers(const std::string& text, double& first, double& second) {
   return std::sscanf(text.c_str(), "%lf %lf", &first, &second) == 2;
-}
-
-// Threads of one core name the same siblings; a processor that names none counts as a core.
-int physical_cores() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) {
-    return int(std::max(1u, std::thread::hardware_concurrency()));  // more than 1024 processors
-  }
-  std::set<std::string> cores;
-  for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-    if (!CPU_ISSET(cpu, &allowed)) continue;
-    const std::string number = std::to_string(cpu);
-    const std::string siblings = read_line("/sys/devices/system/cpu/cpu" + number +
-                                           "/topology/thread_siblings_list");
-    cores.insert(siblings.empty() ? "alone " + number : siblings);
-  }
-  return std::max(1, int(cores.size()));
 }
 
 // Whole processors that `quota` in every `period` amounts to; no limit: `limit`.
@@ -96,6 +77,37 @@ int within_cgroup(int limit) {
 
 }  // namespace
 
-int default_thread_count() { return std::max(1, within_cgroup(physical_cores()) - 1); }
+// Threads of one core name the same siblings; a processor that names none counts as a core.
+std::vector<std::vector<int>> physical_cores() {
+  std::vector<std::vector<int>> cores;
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return cores;  // over 1024 processors
+  std::map<std::string, size_t> known;
+  for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+    if (!CPU_ISSET(cpu, &allowed)) continue;
+    const std::string number = std::to_string(cpu);
+    const std::string siblings = read_line("/sys/devices/system/cpu/cpu" + number +
+                                           "/topology/thread_siblings_list");
+    const std::string name = siblings.empty() ? "alone " + number : siblings;
+    const auto [core, is_new] = known.emplace(name, cores.size());
+    if (is_new) cores.emplace_back();
+    cores[core->second].push_back(cpu);
+  }
+  return cores;
+}
+
+int default_thread_count() {
+  const int cores = int(physical_cores().size());
+  const int there = cores > 0 ? cores : int(std::thread::hardware_concurrency());
+  return std::max(1, within_cgroup(std::max(1, there)) - 1);
+}
+
+void pin_to(const std::vector<int>& processors) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int processor : processors) CPU_SET(processor, &set);
+  sched_setaffinity(0, sizeof set, &set);  // refused: the thread runs wherever it may, as before
+}
 
 }  // namespace sparsekv

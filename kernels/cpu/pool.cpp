@@ -6,9 +6,12 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "cores.h"
 
 namespace sparsekv {
 
@@ -56,8 +59,18 @@ struct Pool::State {
 };
 
 Pool::Pool(int threads) : state_(new State) {
+  const std::vector<std::vector<int>> cores = physical_cores();
+  const bool are_pinned = size_t(threads) <= cores.size();
   try {
-    for (int i = 0; i < threads; i++) state_->threads.emplace_back(&State::serve, state_.get());
+    for (int i = 0; i < threads; i++) {
+      const std::vector<int> core = are_pinned ? cores[i] : std::vector<int>();
+      state_->threads.emplace_back([state = state_.get(), i, core] {
+        if (!core.empty()) pin_to(core);
+        // After pinning: a thread that has its name is where it belongs.
+        pthread_setname_np(pthread_self(), ("sparsekv-" + std::to_string(i)).c_str());
+        state->serve();
+      });
+    }
   } catch (const std::system_error&) {
     // The system grants no more threads: those there are do the work, or else the caller.
   }

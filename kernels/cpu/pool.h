@@ -1,4 +1,4 @@
-// The library's own threads, and how many there should be.
+// The library's own threads.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,10 @@
 
 namespace sparsekv {
 
-// Physical cores that this process may use, and no more than its cgroup grants, less one for the
-// threads that drive the accelerator; at least 1. Not OMP_NUM_THREADS: launchers set that to 1.
-int default_thread_count();
-
 // Threads that sleep until there is work. Several callers may share them.
+//
+// Threads are pinned, each to one physical core of those that the starting thread may use, in order;
+// not if there are more threads than such cores.
 class Pool {
  public:
   explicit Pool(int threads);  // fewer, or none, if the system refuses them

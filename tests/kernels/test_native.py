@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_ops import ISAS, NATIVE_OPS, NativeOp
+from native_process import run_python
 from torch import Tensor
 
 from sparsekv.errors import LayoutError, SparseKVError
@@ -355,17 +356,6 @@ def test_several_python_threads_at_once(restored_threads: None) -> None:
         thread.join(timeout=60)
         assert not thread.is_alive()
     assert not failed
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )
 
 
 FORK = """
