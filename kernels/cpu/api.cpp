@@ -2,8 +2,11 @@
 
 #include <atomic>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "gather.h"
+#include "job_api.h"
 #include "partial_attention.h"
 #include "pool.h"
 
@@ -39,6 +42,29 @@ std::atomic<const Kernel*>& kernel_in_use() {
   return kernel;
 }
 
+// A call with small tables of its own.
+struct SubmittedAttention {
+  explicit SubmittedAttention(const sparsekv_partial_attention_call& given)
+      : call(given),
+        positions(copy(call.positions, given.num_segments)),
+        row_table(copy(call.row_table, given.num_segments * given.batch)),
+        key_start(copy(call.key_start, given.batch)) {}
+  SubmittedAttention(const SubmittedAttention&) = delete;
+  SubmittedAttention& operator=(const SubmittedAttention&) = delete;
+
+  sparsekv_partial_attention_call call;
+  const std::vector<int64_t> positions, row_table, key_start;
+
+ private:
+  // Points `table` to the copy, which does not move.
+  static std::vector<int64_t> copy(const int64_t*& table, int64_t size) {
+    if (!table) return {};
+    std::vector<int64_t> copied(table, table + size);
+    table = copied.data();
+    return copied;
+  }
+};
+
 }  // namespace
 
 }  // namespace sparsekv
@@ -67,6 +93,23 @@ int32_t sparsekv_gather_blocks(const sparsekv_gather_blocks_call* call) {
     return SPARSEKV_NO_MEMORY;
   }
   return SPARSEKV_OK;
+}
+
+int32_t sparsekv_submit_partial_attention(const sparsekv_partial_attention_call* call,
+                                          const sparsekv_signal* signal, int64_t* job) {
+  if (!call) return SPARSEKV_BAD_ARGUMENT;
+  sparsekv_partial_attention_call known = *call;
+  known.block_size = 0;  // the lists may be written until the flag is set
+  const int32_t wrong = check(known);
+  if (wrong != SPARSEKV_OK) return wrong;
+  return submit_job(signal, job, [&] {
+    const auto submitted = std::make_shared<const SubmittedAttention>(*call);
+    return [submitted, kernel = kernel_in_use().load()] {
+      const int32_t wrong = check(submitted->call);
+      if (wrong == SPARSEKV_OK) partial_attention(submitted->call, *kernel);
+      return wrong;
+    };
+  });
 }
 
 int32_t sparsekv_interface(void) { return SPARSEKV_INTERFACE; }

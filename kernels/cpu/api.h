@@ -6,7 +6,7 @@
 #define SPARSEKV_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Counted up when anything below changes its meaning; checked by who loads the library.
-#define SPARSEKV_INTERFACE 2
+#define SPARSEKV_INTERFACE 3
 
 enum {
   SPARSEKV_OK = 0,
@@ -16,6 +16,8 @@ enum {
   SPARSEKV_NO_MEMORY = 4,       // the workspace does not fit
   SPARSEKV_NO_SUCH_ISA = 5,     // unknown, or not of this processor
   SPARSEKV_BAD_BLOCK = 6,       // a listed block does not exist, or a list is longer than its room
+  SPARSEKV_NO_SUCH_JOB = 7,     // released, or of the process that this one was forked from
+  SPARSEKV_NO_THREAD = 8,       // the system grants no thread to run a job
 };
 
 // Strides count elements. The numbers of one token, or of one query, lie next to each other.
@@ -85,5 +87,49 @@ SPARSEKV_EXPORT int32_t sparsekv_set_isa(const char* name);
 // Number of threads, which are started if they have not been.
 SPARSEKV_EXPORT int32_t sparsekv_threads(void);
 
-// Number of threads from the next call on; 0: the default number.
+// Number of threads from now on; 0: the default number. Waits for jobs that run, not for others.
 SPARSEKV_EXPORT int32_t sparsekv_set_threads(int32_t threads);
+
+// When a job starts, and what it writes when it ends: first the status, then the flag. Words are
+// aligned to 4 bytes, in any mapped memory; they must stay until the job has ended.
+struct sparsekv_signal {
+  const uint32_t* wait;  // starts when int32_t(*wait - wait_value) >= 0; null: at once
+  uint32_t* done;        // becomes done_value, whatever the status is; null: nobody asks
+  int32_t* status;       // becomes one of the numbers below; null: nobody asks
+  uint32_t wait_value;
+  uint32_t done_value;
+};
+
+enum {
+  SPARSEKV_JOB_UNENDED = 0,   // waiting or running; written when the job is submitted
+  SPARSEKV_JOB_DONE = 1,      // the results are there
+  SPARSEKV_JOB_FAILED = 2,    // some error code; the results are not to be used
+  SPARSEKV_JOB_CANCELLED = 3, // nothing of the results was written
+};
+
+// Attention when its flag is set, on the library's threads; returns at once, with the number of the
+// job, or an error code and nothing submitted. The struct, positions, row_table and key_start are
+// copied; all else is read and written in place, after the flag was set and before the job has
+// ended: wrong block lists make the job fail. Jobs start in the order in which they become ready,
+// and may run at the same time.
+SPARSEKV_EXPORT int32_t sparsekv_submit_partial_attention(
+    const sparsekv_partial_attention_call* call, const sparsekv_signal* signal, int64_t* job);
+
+// Waits until the job has ended, or for so many seconds, then tells its status and error code.
+SPARSEKV_EXPORT int32_t sparsekv_job_wait(int64_t job, double seconds, int32_t* status,
+                                          int32_t* error);
+
+// Ends the job, unless it runs already: then it will end as if nobody had asked.
+SPARSEKV_EXPORT int32_t sparsekv_job_cancel(int64_t job);
+
+// Cancels all jobs of the process.
+SPARSEKV_EXPORT void sparsekv_cancel_jobs(void);
+
+// Cancels the job, or waits for its end if it runs, and forgets its number: afterwards all that the
+// job was given may be freed. To be called once for each job.
+SPARSEKV_EXPORT int32_t sparsekv_job_release(int64_t job);
+
+// A word that other threads or devices use at the same time: stores order with all that was written
+// before, loads with all that is read after.
+SPARSEKV_EXPORT void sparsekv_store_flag(uint32_t* flag, uint32_t value);
+SPARSEKV_EXPORT uint32_t sparsekv_load_flag(const uint32_t* flag);

@@ -28,7 +28,7 @@ from sparsekv.kernels.cpu.build import (
 
 logger = logging.getLogger(__name__)
 
-_INTERFACE = 2  # SPARSEKV_INTERFACE of api.h
+_INTERFACE = 3  # SPARSEKV_INTERFACE of api.h
 _CHOICES = ("auto", "native", "torch")
 
 
@@ -118,9 +118,11 @@ def set_isa(name: str | None) -> None:
 
 
 def set_num_threads(num_threads: int | None) -> None:
-    """Compute with so many threads from the next call on, in the whole process.
+    """Compute with so many threads from now on, in the whole process.
 
     None: physical cores that the process may use, within its cgroup's limit, less one; at least 1.
+    Threads are pinned, each to a core of those that the calling thread may use; not if there are
+    more threads than cores. Jobs that wait go on waiting; returns after those that run have ended.
 
     Raises:
         LayoutError: there is no library, or the number is not within 1 and 4096.
@@ -207,4 +209,14 @@ def _open(path: Path) -> Any:
     functions.sparsekv_set_threads.argtypes = (ctypes.c_int32,)
     functions.sparsekv_partial_attention.argtypes = (ctypes.c_void_p,)
     functions.sparsekv_gather_blocks.argtypes = (ctypes.c_void_p,)
+    functions.sparsekv_submit_partial_attention.argtypes = (ctypes.c_void_p,) * 3
+    wait = (ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p)
+    functions.sparsekv_job_wait.argtypes = wait
+    functions.sparsekv_job_cancel.argtypes = (ctypes.c_int64,)
+    functions.sparsekv_job_release.argtypes = (ctypes.c_int64,)
+    functions.sparsekv_cancel_jobs.restype = None
+    functions.sparsekv_store_flag.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
+    functions.sparsekv_store_flag.restype = None
+    functions.sparsekv_load_flag.argtypes = (ctypes.c_void_p,)
+    functions.sparsekv_load_flag.restype = ctypes.c_uint32
     return functions

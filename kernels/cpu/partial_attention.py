@@ -1,12 +1,11 @@
 """Partial attention by the native library, on keys and values where they lie."""
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsekv.errors import CapacityError, LayoutError
+from sparsekv.errors import CapacityError, LayoutError, SparseKVError
 from sparsekv.kernels import torch_ops
 from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu.library import native_library
@@ -23,7 +22,7 @@ _NO_MEMORY = 4
 _LARGEST = 2**48  # of a size: longer than any sequence
 
 
-class _Call(ctypes.Structure):
+class NativeCall(ctypes.Structure):
     """struct sparsekv_partial_attention_call of api.h."""
 
     _fields_ = (
@@ -86,26 +85,68 @@ def partial_attention(
             blocks=blocks,
             mask=mask,
         )
-    _check(query, key, value, positions, row_table, key_mask, key_start)
-    if sliding_window is not None and sliding_window < 1:
-        raise LayoutError(f"sliding_window={sliding_window}: must be at least 1, or None")
-    if blocks is not None:
-        blocks.check_shape(query.shape[0], key.shape[2], query.device)
-    num_segments, rows, num_kv_heads, tokens, head_dim = key.shape
-    batch, num_heads, num_queries, _ = query.shape
-    out = torch.empty(batch, num_heads, num_queries, value.shape[-1], dtype=torch.float32)
-    lse = torch.empty(batch, num_heads, num_queries, dtype=torch.float32)
-
+    check_inputs(query, key, value, positions, row_table, key_mask, key_start)
+    check_visibility(query, key, sliding_window, blocks)
+    out = torch.empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32)
     query = (query.detach() if query.requires_grad else query).float()
-    query = query if _is_contiguous_at_last(query) else query.contiguous()
+    query = query if is_contiguous_at_last(query) else query.contiguous()
+    if key_mask is not None and not is_contiguous_at_last(key_mask):
+        key_mask = key_mask.contiguous()
     positions = positions.contiguous()
     row_table = None if row_table is None else row_table.contiguous()
-    if key_mask is not None and not _is_contiguous_at_last(key_mask):
-        key_mask = key_mask.contiguous()
     key_start = None if key_start is None else key_start.contiguous()
-    indices = None if blocks is None else blocks.indices.contiguous()
-    num_blocks = None if blocks is None else blocks.num_blocks.contiguous()
-    call = _Call(
+    if blocks is not None:
+        blocks = BlockLists(
+            indices=blocks.indices.contiguous(),
+            num_blocks=blocks.num_blocks.contiguous(),
+            block_size=blocks.block_size,
+        )
+    call = native_call(
+        query,
+        key,
+        value,
+        positions,
+        softmax_scale,
+        out,
+        lse,
+        row_table=row_table,
+        query_start=query_start,
+        key_mask=key_mask,
+        key_start=key_start,
+        sliding_window=sliding_window,
+        blocks=blocks,
+    )
+    code = library.sparsekv_partial_attention(ctypes.byref(call))
+    if code != 0:
+        raise error_of(code, call)
+    return out, lse
+
+
+def native_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    row_table: Tensor | None,
+    query_start: int,
+    key_mask: Tensor | None,
+    key_start: Tensor | None,
+    sliding_window: int | None,
+    blocks: BlockLists | None,
+) -> NativeCall:
+    """The call as the library takes it, of checked tensors that the caller keeps alive.
+
+    query is float32; the last dimension of query and key_mask is contiguous; positions, row_table,
+    key_start, the lists, out and lse are contiguous.
+    """
+    num_segments, rows, num_kv_heads, tokens, head_dim = key.shape
+    batch, num_heads, num_queries, _ = query.shape
+    return NativeCall(
         query=query.data_ptr(),
         key=key.data_ptr(),
         value=value.data_ptr(),
@@ -113,8 +154,8 @@ def partial_attention(
         row_table=None if row_table is None else row_table.data_ptr(),
         key_mask=None if key_mask is None else key_mask.data_ptr(),
         key_start=None if key_start is None else key_start.data_ptr(),
-        block_indices=None if indices is None else indices.data_ptr(),
-        num_blocks=None if num_blocks is None else num_blocks.data_ptr(),
+        block_indices=None if blocks is None else blocks.indices.data_ptr(),
+        num_blocks=None if blocks is None else blocks.num_blocks.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         query_strides=query.stride()[:3],
@@ -134,30 +175,27 @@ def partial_attention(
         query_start=query_start,
         sliding_window=min(sliding_window or 0, _LARGEST),
         block_size=0 if blocks is None else blocks.block_size,
-        max_blocks=0 if indices is None else indices.shape[2],
+        max_blocks=0 if blocks is None else blocks.indices.shape[2],
         softmax_scale=softmax_scale,
         dtype=_DTYPES[key.dtype],
     )
-    _run(library, call)
-    return out, lse
 
 
-def _run(library: Any, call: _Call) -> None:
-    code = library.sparsekv_partial_attention(ctypes.byref(call))
+def error_of(code: int, call: NativeCall) -> SparseKVError:
+    """What the library's error code means to who made the call."""
     if code == _NO_MEMORY:
-        raise CapacityError(
+        return CapacityError(
             f"partial attention of {call.batch} x {call.num_heads} heads x {call.num_queries} "
             "queries: its workspace does not fit into memory; use fewer rows at a time"
         )
-    if code != 0:
-        raise LayoutError(f"partial attention was refused: {_LAYOUT_ERRORS[code]}")
+    return LayoutError(f"partial attention was refused: {_LAYOUT_ERRORS[code]}")
 
 
-def _is_contiguous_at_last(tensor: Tensor) -> bool:
+def is_contiguous_at_last(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
 
 
-def _check(
+def check_inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -166,6 +204,7 @@ def _check(
     key_mask: Tensor | None,
     key_start: Tensor | None,
 ) -> None:
+    """Raises a LayoutError unless the library can take these."""
     names = ("query", "key", "value", "positions", "row_table", "key_mask", "key_start")
     tensors = (query, key, value, positions, row_table, key_mask, key_start)
     for name, tensor in zip(names, tensors, strict=True):
@@ -196,6 +235,16 @@ def _check(
         )
 
 
+def check_visibility(
+    query: Tensor, key: Tensor, sliding_window: int | None, blocks: BlockLists | None
+) -> None:
+    """Raises a LayoutError for a window or lists that do not fit the tensors."""
+    if sliding_window is not None and sliding_window < 1:
+        raise LayoutError(f"sliding_window={sliding_window}: must be at least 1, or None")
+    if blocks is not None:
+        blocks.check_shape(query.shape[0], key.shape[2], query.device)
+
+
 def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if key.dtype not in _DTYPES or value.dtype != key.dtype:
         raise LayoutError(
@@ -223,7 +272,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
             "num_heads a multiple of num_kv_heads; check the model's head counts"
         )
     for name, tensor in (("key", key), ("value", value)):
-        if not _is_contiguous_at_last(tensor) or tensor.shape[-1] == 0:
+        if not is_contiguous_at_last(tensor) or tensor.shape[-1] == 0:
             raise LayoutError(
                 f"{name} {tuple(tensor.shape)} has strides {tensor.stride()}: the numbers of a "
                 "token must lie next to each other, at least one; make the last dimension "
