@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed-for-sparsekv
 EXTRAS := dev,demo,plot
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-models lint format tables
+.PHONY: help demo test test-slow test-models test-sanitizers lint format tables
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -31,6 +31,42 @@ MODEL_TESTS := tests/models tests/kernels tests/csa tests/test_cli_deepseek_v4.p
 
 test-models: $(INSTALLED) ## Run the tests that depend on transformers
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(MODEL_TESTS) $(PYTEST_ARGS)
+
+test-sanitizers: ## Run the native library's tests for data races and wrong use of memory
+	@$(MAKE) --no-print-directory -j2 sanitizer-thread sanitizer-address
+
+SANITIZE_thread := thread
+SANITIZE_address := address,undefined
+NATIVE_SOURCES := $(wildcard kernels/cpu/*.cpp tests/native/*.cpp)
+NATIVE_HEADERS := $(wildcard kernels/cpu/*.h tests/native/*.h)
+# With full debug information this compiles for minutes.
+NATIVE_FLAGS := -std=c++17 -O1 -g1 -pthread -Ikernels/cpu -fno-sanitize-recover=all
+
+# Some runtimes find no place for their shadow memory where addresses are random.
+RUN_SANITIZED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+sanitizer-%:
+	@mkdir -p build/$*
+	@echo 'int main() {}' > build/$*/probe.cpp
+	@if $(CXX) -fsanitize=$(SANITIZE_$*) build/$*/probe.cpp -o build/$*/probe \
+			&& $(RUN_SANITIZED) build/$*/probe; then \
+		$(MAKE) --no-print-directory build/$*/native-tests \
+		&& echo "$(RUN_SANITIZED) build/$*/native-tests" \
+		&& $(RUN_SANITIZED) build/$*/native-tests; \
+	else \
+		echo "SKIPPED -fsanitize=$(SANITIZE_$*): $(CXX) has no runtime for it that works here"; \
+	fi
+
+define SANITIZED
+build/$(1)/%.o: %.cpp $$(NATIVE_HEADERS)
+	@mkdir -p $$(@D)
+	$$(CXX) $$(NATIVE_FLAGS) -fsanitize=$$(SANITIZE_$(1)) -c $$< -o $$@
+
+build/$(1)/native-tests: $$(NATIVE_SOURCES:%.cpp=build/$(1)/%.o)
+	$$(CXX) $$(NATIVE_FLAGS) -fsanitize=$$(SANITIZE_$(1)) $$^ -o $$@
+endef
+$(eval $(call SANITIZED,thread))
+$(eval $(call SANITIZED,address))
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .

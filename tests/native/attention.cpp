@@ -1,0 +1,103 @@
+// Partial attention in every instruction set there is: the same numbers at once, as a job, and on
+// any number of threads.
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "checks.h"
+
+namespace {
+
+constexpr int64_t kBatch = 2, kHeads = 6, kKvHeads = 2, kQueries = 2, kDim = 40, kDimV = 24;
+constexpr int64_t kSegments = 3, kTokens = 411;
+
+struct Case {
+  explicit Case(int32_t dtype)
+      : query(kBatch * kHeads * kQueries * kDim),
+        stored(kSegments * kBatch * kKvHeads * kTokens * (kDim + kDimV) * (dtype == 0 ? 2 : 1)),
+        key_mask(kBatch * kSegments * kTokens) {
+    std::mt19937 random(1);
+    for (float& x : query) x = float(random() % 2001) / 1000 - 1;
+    for (size_t i = 0; i < stored.size(); i++) {
+      // float32 and bfloat16 of about 1, or float16 of about 1
+      const uint16_t high = dtype == 2 ? 0x3c00 : 0x3f80;
+      stored[i] = uint16_t((random() % 2 << 15) | (high + random() % 64));
+    }
+    for (uint8_t& visible : key_mask) visible = random() % 8 > 0;
+    call.query = query.data();
+    call.key = stored.data();
+    call.value = stored.data() + stored.size() / (kDim + kDimV) * kDim;
+    call.positions = positions;
+    call.row_table = row_table;
+    call.key_mask = key_mask.data();
+    const int64_t query_strides[] = {kHeads * kQueries * kDim, kQueries * kDim, kDim};
+    std::memcpy(call.query_strides, query_strides, sizeof query_strides);
+    for (int i = 0; i < 4; i++) {
+      const int64_t tokens[] = {kBatch * kKvHeads * kTokens, kKvHeads * kTokens, kTokens, 1};
+      call.key_strides[i] = tokens[i] * kDim;
+      call.value_strides[i] = tokens[i] * kDimV;
+    }
+    call.key_mask_stride = call.key_mask_size = kSegments * kTokens;
+    call.batch = call.rows = kBatch;
+    call.num_heads = kHeads;
+    call.num_queries = kQueries;
+    call.head_dim = kDim;
+    call.head_dim_v = kDimV;
+    call.num_segments = kSegments;
+    call.num_kv_heads = kKvHeads;
+    call.tokens = kTokens;
+    call.query_start = kSegments * kTokens - kQueries;
+    call.softmax_scale = 0.15f;
+    call.dtype = dtype;
+  }
+
+  sparsekv_partial_attention_call into(std::vector<float>& results) {
+    results.assign(kBatch * kHeads * kQueries * (kDimV + 1), -7.0f);
+    call.out = results.data();
+    call.lse = results.data() + kBatch * kHeads * kQueries * kDimV;
+    return call;
+  }
+
+  const int64_t positions[kSegments] = {2 * kTokens, 0, kTokens};
+  const int64_t row_table[kSegments * kBatch] = {0, 1, 1, 0, 1, 1};
+  std::vector<float> query;
+  std::vector<uint16_t> stored;
+  std::vector<uint8_t> key_mask;
+  sparsekv_partial_attention_call call = {};
+};
+
+void as_a_job_equals_at_once(const char* isa, int32_t dtype) {
+  if (sparsekv_set_isa(isa) != SPARSEKV_OK) return;
+  Case given(dtype);
+  std::vector<float> want, got[4];
+  CHECK(sparsekv_set_threads(1) == SPARSEKV_OK);
+  auto call = given.into(want);
+  CHECK(sparsekv_partial_attention(&call) == SPARSEKV_OK);
+  for (const float x : want) CHECK(x == x && x != -7.0f);
+
+  CHECK(sparsekv_set_threads(3) == SPARSEKV_OK);
+  Words words[4];
+  int64_t jobs[4];
+  for (int n = 0; n < 4; n++) {
+    call = given.into(got[n]);
+    const sparsekv_signal signal = words[n].signal();
+    CHECK(sparsekv_submit_partial_attention(&call, &signal, &jobs[n]) == SPARSEKV_OK);
+    std::memset(&call, 0xff, sizeof call);  // the library has its own copy
+  }
+  CHECK(sparsekv_job_cancel(jobs[3]) == SPARSEKV_OK);
+  for (const int n : {2, 0, 1}) words[n].set();
+  for (int n = 0; n < 3; n++) {
+    CHECK(words[n].wait_for_done() == SPARSEKV_JOB_DONE);
+    CHECK(got[n] == want);
+  }
+  for (const float x : got[3]) CHECK(x == -7.0f);
+  for (const int64_t job : jobs) CHECK(sparsekv_job_release(job) == SPARSEKV_OK);
+}
+
+}  // namespace
+
+void test_attention() {
+  for (const char* isa : {"avx512", "avx2", "portable"}) {
+    for (int32_t dtype = 0; dtype < 3; dtype++) as_a_job_equals_at_once(isa, dtype);
+  }
+}
