@@ -9,6 +9,7 @@
 
 #include "plan.h"
 #include "pool.h"
+#include "workspace.h"
 
 namespace sparsekv {
 
@@ -35,9 +36,9 @@ class Work {
         plan_(call),
         pool_(shared_pool()),
         scratch_size_(scratch_floats(plan_.rows, call.head_dim, call.head_dim_v) + 16),
-        partials_(new float[plan_.passes_at_once * plan_.ranges() * plan_.rows * plan_.row_floats]),
+        partials_size_(plan_.passes_at_once * plan_.ranges() * plan_.rows * plan_.row_floats),
+        workspace_(partials_size_ + scratch_size_ * std::max(1, pool_->size() + 1)),
         unfinished_(plan_.passes_at_once * plan_.pairs),
-        scratch_(new float[scratch_size_ * std::max(1, pool_->size() + 1)]),
         free_scratch_(std::max(1, pool_->size() + 1)) {}
 
   void run() {
@@ -101,7 +102,7 @@ class Work {
     task.partial = partial(pass_at_once, range);
 
     const size_t taken = take_scratch();
-    float* scratch = scratch_.get() + taken * scratch_size_;
+    float* scratch = workspace_.get() + partials_size_ + taken * scratch_size_;
     task.scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~63ull);
     kernel_.attend(task, Dtype(call_.dtype));
     free_scratch_[taken].store(true, std::memory_order_release);
@@ -116,7 +117,7 @@ class Work {
   }
 
   float* partial(int64_t pass_at_once, int64_t range) const {
-    return partials_.get() +
+    return workspace_.get() +
            (pass_at_once * plan_.ranges() + range) * plan_.rows * plan_.row_floats;
   }
 
@@ -158,9 +159,9 @@ class Work {
   const Plan plan_;
   const std::shared_ptr<Pool> pool_;
   const size_t scratch_size_;
-  const std::unique_ptr<float[]> partials_;
+  const size_t partials_size_;
+  const Workspace workspace_;  // partial results, then the scratch of each thread
   std::vector<std::atomic<int>> unfinished_;  // ranges of each list of query rows
-  const std::unique_ptr<float[]> scratch_;
   std::vector<std::atomic<bool>> free_scratch_;
 };
 
