@@ -1,11 +1,11 @@
 #include "api.h"
 
 #include <atomic>
-#include <cstring>
 #include <memory>
 #include <vector>
 
 #include "gather.h"
+#include "isa.h"
 #include "job_api.h"
 #include "partial_attention.h"
 #include "pool.h"
@@ -14,32 +14,18 @@ namespace sparsekv {
 
 namespace {
 
-// Both read the processor and what the system saves of it; nothing of the sets themselves runs.
-bool has_avx2() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
+std::atomic<const Isa*>& isa_in_use() {
+  static std::atomic<const Isa*> isa{find_isa(nullptr)};
+  return isa;
 }
 
-bool has_avx512() {
-#if defined(__x86_64__)
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-  return false;
-#endif
+const Kernel& kernel_of(int64_t num_heads, int64_t num_kv_heads, int64_t num_queries,
+                        int32_t dtype) {
+  return kernel_for(*isa_in_use().load(), num_heads / num_kv_heads, num_queries, Dtype(dtype));
 }
 
-const Kernel* best_kernel() {
-  return has_avx512() ? avx512_kernel : has_avx2() ? avx2_kernel : portable_kernel;
-}
-
-std::atomic<const Kernel*>& kernel_in_use() {
-  static std::atomic<const Kernel*> kernel{best_kernel()};
-  return kernel;
+const Kernel& kernel_of(const sparsekv_partial_attention_call& call) {
+  return kernel_of(call.num_heads, call.num_kv_heads, call.num_queries, call.dtype);
 }
 
 // A call with small tables of its own.
@@ -76,7 +62,7 @@ int32_t sparsekv_partial_attention(const sparsekv_partial_attention_call* call) 
   const int32_t wrong = check(*call);
   if (wrong != SPARSEKV_OK) return wrong;
   try {
-    partial_attention(*call, *kernel_in_use().load());
+    partial_attention(*call, kernel_of(*call));
   } catch (...) {  // of whatever kind: nothing may leave a C interface
     return SPARSEKV_NO_MEMORY;
   }
@@ -88,7 +74,7 @@ int32_t sparsekv_gather_blocks(const sparsekv_gather_blocks_call* call) {
   const int32_t wrong = check(*call);
   if (wrong != SPARSEKV_OK) return wrong;
   try {
-    gather_blocks(*call, copy_kernel_for(sparsekv_isa()));
+    gather_blocks(*call, copy_kernel_for(isa_in_use().load()->vectors->name));
   } catch (...) {
     return SPARSEKV_NO_MEMORY;
   }
@@ -104,7 +90,7 @@ int32_t sparsekv_submit_partial_attention(const sparsekv_partial_attention_call*
   if (wrong != SPARSEKV_OK) return wrong;
   return submit_job(signal, job, [&] {
     const auto submitted = std::make_shared<const SubmittedAttention>(*call);
-    return [submitted, kernel = kernel_in_use().load()] {
+    return [submitted, kernel = &kernel_of(*call)] {
       const int32_t wrong = check(submitted->call);
       if (wrong == SPARSEKV_OK) partial_attention(submitted->call, *kernel);
       return wrong;
@@ -119,18 +105,19 @@ int32_t sparsekv_interface(void) { return SPARSEKV_INTERFACE; }
 #endif
 const char* sparsekv_fingerprint(void) { return SPARSEKV_FINGERPRINT; }
 
-const char* sparsekv_isa(void) { return kernel_in_use().load()->name; }
+const char* sparsekv_isa(void) { return isa_in_use().load()->name; }
+
+const char* sparsekv_kernel(int64_t num_heads, int64_t num_kv_heads, int64_t num_queries,
+                            int32_t dtype) {
+  if (num_kv_heads < 1) return nullptr;
+  return kernel_of(num_heads, num_kv_heads, num_queries, dtype).name;
+}
 
 int32_t sparsekv_set_isa(const char* name) {
-  const Kernel* candidates[] = {has_avx512() ? avx512_kernel : nullptr,
-                                has_avx2() ? avx2_kernel : nullptr, portable_kernel};
-  for (const Kernel* kernel : candidates) {
-    if (kernel && (!name || std::strcmp(kernel->name, name) == 0)) {
-      kernel_in_use() = kernel;
-      return SPARSEKV_OK;
-    }
-  }
-  return SPARSEKV_NO_SUCH_ISA;
+  const Isa* isa = find_isa(name);
+  if (!isa) return SPARSEKV_NO_SUCH_ISA;
+  isa_in_use() = isa;
+  return SPARSEKV_OK;
 }
 
 int32_t sparsekv_threads(void) { return thread_count(); }

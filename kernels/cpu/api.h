@@ -78,10 +78,17 @@ SPARSEKV_EXPORT int32_t sparsekv_interface(void);
 // Of the sources that the library was built from.
 SPARSEKV_EXPORT const char* sparsekv_fingerprint(void);
 
-// Name of the instruction set in use: "avx512", "avx2" or "portable".
+// Name of the instruction set in use: "amx", "avx512", "avx2" or "portable"; or "amx_emulated", for
+// tests, which no processor has to have.
 SPARSEKV_EXPORT const char* sparsekv_isa(void);
 
-// Uses the named set from now on; null: the best that the processor has.
+// Name of the kernel that computes a call of these shapes in the set in use: that of the set, but for
+// "amx" and "amx_emulated" only with bfloat16 and num_queries times num_heads / num_kv_heads of at
+// least 16; else "avx512", and "portable".
+SPARSEKV_EXPORT const char* sparsekv_kernel(int64_t num_heads, int64_t num_kv_heads,
+                                            int64_t num_queries, int32_t dtype);
+
+// Uses the named set from now on; null: the best that the processor has, never "amx_emulated".
 SPARSEKV_EXPORT int32_t sparsekv_set_isa(const char* name);
 
 // Number of threads, which are started if they have not been.

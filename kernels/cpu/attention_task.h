@@ -56,10 +56,21 @@ struct Task {
 // Query rows of a task: row r is head r / num_queries of the group, token r % num_queries.
 inline int task_rows(const Task& task) { return task.group_size * task.num_queries; }
 
-// An upper bound for every instruction set: rows padded to 8, numbers to 32, lanes up to 16.
-inline size_t scratch_floats(size_t rows, size_t head_dim, size_t head_dim_v) {
+// Upper bounds: of the vector kernels, with rows padded to 8, numbers to 32, lanes up to 16; and of
+// the matrix kernels, with rows and numbers of keys padded to 32, numbers of values to 64.
+inline size_t vector_scratch_floats(size_t rows, size_t head_dim, size_t head_dim_v) {
   const size_t padded_rows = rows + 24;
   return padded_rows * (head_dim + 32 + head_dim_v + 32 + kTile + 16 + 4) + 2 * kTile * 32 + 256;
+}
+inline size_t matrix_scratch_floats(size_t rows, size_t head_dim, size_t head_dim_v) {
+  const size_t padded_rows = rows + 32, padded_dim = head_dim + 32, padded_dim_v = head_dim_v + 64;
+  return padded_rows * (2 * padded_dim + padded_dim_v + 3 * kTile + 4) +
+         (kTile + 1) * (padded_dim + padded_dim_v) + 2 * kTile * 64 + 256;
+}
+inline size_t scratch_floats(size_t rows, size_t head_dim, size_t head_dim_v) {
+  const size_t vectors = vector_scratch_floats(rows, head_dim, head_dim_v);
+  const size_t matrices = matrix_scratch_floats(rows, head_dim, head_dim_v);
+  return vectors > matrices ? vectors : matrices;
 }
 
 // Scores inside the library are q.k with the query as it is given, so nothing is rounded before the
@@ -76,9 +87,12 @@ struct Kernel {
   void (*attend)(const Task& task, Dtype dtype);
 };
 
-// Null on other processors than x86-64.
+// Null on other processors than x86-64, or where the compiler does not know the set.
+extern const Kernel* const amx_kernel;
 extern const Kernel* const avx512_kernel;
 extern const Kernel* const avx2_kernel;
+// On any processor.
 extern const Kernel* const portable_kernel;
+extern const Kernel* const amx_emulated_kernel;
 
 }  // namespace sparsekv

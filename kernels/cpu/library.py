@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _INTERFACE = 3  # SPARSEKV_INTERFACE of api.h
 _CHOICES = ("auto", "native", "torch")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of keys and values, in api.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class Backend:
 
     Attributes:
         name: "native", or "torch" for torch's ops.
-        isa: instruction set in use: "avx512", "avx2" or "portable"; None for torch's ops.
+        isa: instruction set in use: "amx", "avx512", "avx2" or "portable", or for tests
+            "amx_emulated"; None for torch's ops.
         num_threads: threads that compute.
         library: path of the native library; None for torch's ops.
         is_packaged: whether the library came with the package; False where this machine built it.
@@ -112,9 +114,28 @@ def set_isa(name: str | None) -> None:
     encoded = None if name is None else name.encode()
     if _required().sparsekv_set_isa(encoded) != 0:
         raise LayoutError(
-            f"isa={name!r}: must be avx512, avx2 or portable, and one that this processor has; "
-            "None chooses the best"
+            f"isa={name!r}: must be amx, avx512, avx2 or portable, and one that this processor "
+            "has, or amx_emulated; None chooses the best"
         )
+
+
+def kernel_for(*, num_heads: int, num_kv_heads: int, num_queries: int, dtype: torch.dtype) -> str:
+    """Name of the kernel that computes such a call in the instruction set in use.
+
+    It is that of the set, but for "amx": only keys and values of bfloat16 and at least 16 query
+    rows for each kv head (num_queries * num_heads / num_kv_heads) fill its matrices, and "avx512"
+    computes all else. "amx_emulated" has "portable" for that.
+
+    Raises:
+        LayoutError: there is no library, or it takes no such shape or dtype.
+    """
+    if dtype not in DTYPES or num_kv_heads < 1:
+        raise LayoutError(
+            f"dtype={dtype}, num_kv_heads={num_kv_heads}: must be one of "
+            f"{', '.join(map(str, DTYPES))} and at least 1; convert the keys"
+        )
+    name: bytes = _required().sparsekv_kernel(num_heads, num_kv_heads, num_queries, DTYPES[dtype])
+    return name.decode()
 
 
 def set_num_threads(num_threads: int | None) -> None:
@@ -205,6 +226,8 @@ def _open(path: Path) -> Any:
     if functions.sparsekv_fingerprint() != fingerprint().encode():
         raise BuildError(f"{path} was built from other sources")
     functions.sparsekv_isa.restype = ctypes.c_char_p
+    functions.sparsekv_kernel.restype = ctypes.c_char_p
+    functions.sparsekv_kernel.argtypes = (*(ctypes.c_int64,) * 3, ctypes.c_int32)
     functions.sparsekv_set_isa.argtypes = (ctypes.c_char_p,)
     functions.sparsekv_set_threads.argtypes = (ctypes.c_int32,)
     functions.sparsekv_partial_attention.argtypes = (ctypes.c_void_p,)

@@ -11,7 +11,7 @@ from sparsekv.errors import LayoutError
 from sparsekv.kernels import cpu
 from sparsekv.kernels.cpu import library
 
-ISAS = ("avx512", "avx2", "portable")
+ISAS = ("amx", "amx_emulated", "avx512", "avx2", "portable")
 
 
 @contextlib.contextmanager
@@ -40,5 +40,25 @@ class NativeOp:
         with use_isa(self.isa):
             return cpu.partial_attention(*tensors, **options)
 
+    def kernel_for(self, query: Tensor, key: Tensor) -> str:
+        """Name of the kernel that computes a call of these shapes."""
+        with use_isa(self.isa):
+            return library.kernel_for(
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[2],
+                num_queries=query.shape[2],
+                dtype=key.dtype,
+            )
+
+    def tolerance(self, query: Tensor, key: Tensor) -> float:
+        """Relative error of a head's result: the matrix kernel rounds weights to bfloat16."""
+        return 3e-3 if self.kernel_for(query, key).startswith("amx") else 1e-5
+
+
+def tolerance_of(op: Any, query: Tensor, key: Tensor) -> float:
+    """Of any implementation that computes in float32, or better."""
+    return op.tolerance(query, key) if isinstance(op, NativeOp) else 1e-5
+
 
 NATIVE_OPS = [pytest.param(NativeOp(isa), id=isa) for isa in ISAS]
+MATRIX_OPS = [pytest.param(NativeOp(isa), id=isa) for isa in ("amx", "amx_emulated")]

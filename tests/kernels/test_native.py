@@ -4,6 +4,7 @@ What it shares with the other implementations is tested in test_partial_attentio
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -71,12 +72,13 @@ def make_case(
 
 
 def check(op: Any, case: dict[str, Any]) -> None:
-    """Each result of a head within 1e-5 of float64, and so is the lse."""
+    """Each result of a head is as near to float64 as its kernel promises, the lse within 1e-5."""
     out, lse = op(**case)
+    tolerance = op.tolerance(case["query"], case["key"])
     exact = {name: case[name].double() for name in ("query", "key", "value")}
     want_out, want_lse = reference.partial_attention(**(case | exact))
     assert out.dtype == lse.dtype == torch.float32
-    assert ((out - want_out).norm(dim=-1) <= 1e-5 * want_out.norm(dim=-1)).all()
+    assert ((out - want_out).norm(dim=-1) <= tolerance * want_out.norm(dim=-1)).all()
     seen = want_lse.isfinite()
     assert torch.equal(lse[~seen].double(), want_lse[~seen])
     scores = torch.einsum(
@@ -295,7 +297,12 @@ def test_portable_code_uses_no_wide_registers() -> None:
 def test_the_best_isa_is_chosen_and_another_can_be() -> None:
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
     best = cpu.backend().isa
-    if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags):
+    request_matrices = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA) of x86-64
+    if {"amx_bf16", "amx_tile", "avx512_bf16"} <= set(flags) and not ctypes.CDLL(None).syscall(
+        *request_matrices
+    ):
+        assert best == "amx"
+    elif {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags):
         assert best == "avx512"
     for isa in ISAS:
         with contextlib.suppress(LayoutError):

@@ -8,7 +8,7 @@ import torch
 from attention_case import NAN, Case, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_ops import NATIVE_OPS
+from native_ops import NATIVE_OPS, tolerance_of
 from torch import Tensor
 
 from sparsekv.errors import LayoutError
@@ -107,7 +107,8 @@ def check(case: Case, op: Any, junk: float = NAN) -> tuple[Tensor, Tensor]:
     seen = visible(case)
     out, lse = junked(case, seen, junk).run(op)
     want_out, want_lse = in_float64(case, seen)
-    torch.testing.assert_close(out.double(), want_out, rtol=1e-5, atol=1e-5)
+    tolerance = tolerance_of(op, case.query, case.key)
+    torch.testing.assert_close(out.double(), want_out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
     return out, lse
 

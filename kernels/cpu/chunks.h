@@ -1,0 +1,121 @@
+// The keys of a task, a chunk at a time, for kernels that work on matrices of 16 keys.
+//
+// Included inside the including file's own namespace, after tiles.h.
+
+constexpr int kGroup = 16;  // keys that make one matrix
+
+// A few tiles that every query token sees; or one tile that only some see.
+template <int kTiles>
+struct Chunk {
+  Tile tiles[kTiles];
+  int num_tiles = 0;
+};
+
+// The chunks of a task. Tiles are found one ahead, to know whether the next one may join.
+template <int kTiles>
+class Chunks {
+ public:
+  explicit Chunks(const Task& task) : tiles_(task), more_(tiles_.next(ahead_)) {}
+
+  // Fills the chunk; false, with no tile, when nothing is left.
+  bool next(Chunk<kTiles>& chunk) {
+    chunk.num_tiles = 0;
+    while (more_ && chunk.num_tiles < kTiles) {
+      if (chunk.num_tiles > 0 && !ahead_.seen_by_all) break;
+      chunk.tiles[chunk.num_tiles++] = ahead_;
+      more_ = tiles_.next(ahead_);
+      if (!chunk.tiles[0].seen_by_all) break;
+    }
+    return chunk.num_tiles > 0;
+  }
+
+ private:
+  Tiles tiles_;
+  Tile ahead_;
+  bool more_;
+};
+
+// Fetches what the next chunk will read into the second-level cache, some lines at a time, in the
+// order of addresses as far as tokens lie end to end.
+template <int kTiles>
+class Ahead {
+ public:
+  // Bytes of a token's key and value; 0 for values that lie inside the keys.
+  Ahead(int64_t key_bytes, int64_t value_bytes, int lines_at_a_time)
+      : bytes_{key_bytes, value_bytes}, pairs_at_a_time_((lines_at_a_time + 1) / 2) {}
+
+  void start(const Chunk<kTiles>& chunk) {
+    chunk_ = &chunk;
+    tile_ = token_ = 0;
+    values_ = false;
+    at_ = end_ = nullptr;
+  }
+
+  SPARSEKV_INLINE_MEMBER void fetch_some() {
+    if (at_ >= end_ && !find()) return;
+    const char* at = at_;
+    for (int i = pairs_at_a_time_; i > 0; i--, at += 128) {
+      __builtin_prefetch(at, 0, 2);
+      __builtin_prefetch(at + 64, 0, 2);
+    }
+    at_ = at;
+  }
+
+  void fetch_rest() {
+    do {
+      for (; at_ < end_; at_ += 64) __builtin_prefetch(at_, 0, 2);
+    } while (find());
+  }
+
+ private:
+  // The next tokens that lie end to end: first all keys of a tile, then its values.
+  __attribute__((noinline)) bool find() {
+    while (tile_ < chunk_->num_tiles) {
+      const Tile& tile = chunk_->tiles[tile_];
+      const int64_t bytes = bytes_[values_];
+      if (token_ == tile.count || bytes == 0) {
+        token_ = 0;
+        if (values_) tile_++;
+        values_ = !values_;
+        continue;
+      }
+      const char* const* tokens = values_ ? tile.value : tile.key;
+      at_ = tokens[token_++];
+      end_ = at_ + bytes;
+      for (; token_ < tile.count && tokens[token_] == end_; token_++) end_ += bytes;
+      return true;
+    }
+    return false;
+  }
+
+  const int64_t bytes_[2];
+  const int pairs_at_a_time_;  // of lines
+  const Chunk<kTiles>* chunk_ = nullptr;
+  int tile_ = 0, token_ = 0;
+  bool values_ = false;
+  const char *at_ = nullptr, *end_ = nullptr;
+};
+
+// One group of tokens, `stride` bytes apart.
+struct Rows {
+  const char* start;
+  int64_t stride;
+};
+
+// The tokens of a group where they lie, if that is at equal distances and there are enough of them
+// and of their bytes; else a copy, with zeros for what is missing.
+inline Rows rows_of(const char* const* tokens, int count, int64_t bytes, int64_t padded_bytes,
+                    char* copy) {
+  if (count == kGroup && bytes == padded_bytes) {
+    const int64_t stride = tokens[1] - tokens[0];
+    bool even = true;
+    for (int i = 2; i < kGroup; i++) even &= tokens[i] - tokens[i - 1] == stride;
+    if (even) return {tokens[0], stride};
+  }
+  for (int i = 0; i < count; i++) {
+    memcpy(copy + i * padded_bytes, tokens[i], bytes);
+    memset(copy + i * padded_bytes + bytes, 0, padded_bytes - bytes);
+  }
+  memset(copy + count * padded_bytes, 0, (kGroup - count) * padded_bytes);
+  return {copy, padded_bytes};
+}
