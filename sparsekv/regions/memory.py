@@ -16,6 +16,8 @@ import psutil
 
 from sparsekv.device import Accelerator
 from sparsekv.errors import CapacityError, LayoutError
+from sparsekv.regions import numa
+from sparsekv.regions.touch import Touch
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 << 20
@@ -24,7 +26,7 @@ RESERVED_BYTES = 2 << 30
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_NORESERVE = 0x4000
-_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 10, 14, 15
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 10, 14, 15
 _UNLIMITED = 1 << 60
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,6 +46,7 @@ class Mapping:
         self.use = use
         """Bytes of the segments it is cut into, and the kind of device it gets registered with."""
         self._pid = os.getpid()
+        self._touch: Touch | None = None
         self.num_bytes = round_up(num_bytes, PAGE_BYTES)
         self.touched_bytes = 0
         """Bytes from the start that were written at some time, and so are committed."""
@@ -62,12 +65,47 @@ class Mapping:
         # Where huge pages are on for everyone, the first byte of a small segment would commit 2
         # MiB.
         _libc.madvise(base, self._mapped_bytes, _MADV_NOHUGEPAGE)
+        numa.interleave(base, self._mapped_bytes)
         self._huge_bytes = 0
         self._registrations: list[tuple[Accelerator, int]] = []
         self.registration_ends: list[int] = []
         """Where each registration ends, ascending, from the start on without gaps; multiples of the
         page.
         """
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that mapped it: nothing is mapped here."""
+        return os.getpid() != self._pid
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes from the start that are registered."""
+        return self.registration_ends[-1] if self.registration_ends else 0
+
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes of the pages that hold the touched bytes, at most: whole huge ones where the kernel
+        may take these.
+        """
+        if self.touched_bytes > self._huge_bytes:
+            return round_up(self.touched_bytes, PAGE_BYTES)
+        return min(round_up(self.touched_bytes, HUGE_PAGE_BYTES), self._huge_bytes)
+
+    def touch(self, end: int, owner: object) -> Touch:
+        """Begin to commit the pages from the last registration up to byte `end`.
+
+        Args:
+            owner: keeps the mapping alive as long as somebody holds it.
+        """
+        start, end = self.registered_bytes, round_up(end, PAGE_BYTES)
+        touch = self._touch
+        if touch is None or touch.start != start or touch.end < end:
+            if touch is not None:  # it may write zeros, so must end before anybody writes there
+                touch.wait()
+            self.touched_bytes = max(self.touched_bytes, end)
+            self._touch = touch = Touch(self.address, start, end, owner)
+        return touch
 
     def register(self, accelerator: Accelerator, end: int) -> None:
         """Register the bytes from the last registration's end up to `end`, which is rounded up to a
@@ -77,7 +115,8 @@ class Mapping:
             CapacityError: the system refuses; what was registered before stays so.
         """
         end, count = round_up(end, PAGE_BYTES), len(self.registration_ends)
-        start = self.registration_ends[-1] if self.registration_ends else 0
+        start = self.registered_bytes
+        self._unregister_from(count)  # what Ctrl-C may have left of a release
         try:
             accelerator.register(self.address + start, end - start)
             self._registrations.append((accelerator, self.address + start))
@@ -91,10 +130,30 @@ class Mapping:
 
     def unregister(self) -> None:
         """Undo every registration; a forked child inherited none."""
-        while self._registrations and os.getpid() == self._pid:
-            accelerator, address = self._registrations.pop()
-            accelerator.unregister(address)
         self.registration_ends.clear()
+        self._unregister_from(0)
+
+    def release(self, end: int) -> None:
+        """Undo the registrations that begin at byte `end` or later, and give their pages back. No
+        view of those may be alive.
+        """
+        kept = [0, *self.registration_ends][:-1]
+        num_kept = sum(start < end for start in kept)
+        del self.registration_ends[num_kept:]
+        self._unregister_from(num_kept)
+        if self._touch is not None:
+            self._touch.wait()
+            self._touch = None
+        start, touched = self.registered_bytes, round_up(self.touched_bytes, PAGE_BYTES)
+        if touched > start:
+            _libc.madvise(self.address + start, touched - start, _MADV_DONTNEED)
+            self.touched_bytes = start
+
+    def _unregister_from(self, count: int) -> None:
+        while len(self._registrations) > count and not self.is_inherited:
+            accelerator, address = self._registrations[-1]
+            accelerator.unregister(address)  # which may be done twice, but must not be left out
+            self._registrations.pop()
 
     def advise_huge(self, end: int) -> None:
         """Let the pages up to byte `end` (a multiple of the huge page) be huge ones."""
@@ -115,7 +174,7 @@ class Mapping:
         In a forked child the range is not mapped, or is something else's by now.
         """
         self.unregister()
-        if os.getpid() == self._pid:
+        if not self.is_inherited:
             _libc.munmap(self._base, self._mapped_bytes)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsekv.device import Accelerator
 from sparsekv.regions.memory import Mapping, available_bytes
+from sparsekv.regions.touch import Touch
 
 
 class Lease:
@@ -24,11 +25,15 @@ class Lease:
         self.mapping = mapping
         # The buffer, not the lease, decides: a tensor that someone still holds keeps its bytes in
         # place.
-        buffer = (ctypes.c_char * mapping.num_bytes).from_address(mapping.address)
-        weakref.finalize(buffer, pool._take_back, mapping).atexit = False
+        self._buffer = (ctypes.c_char * mapping.num_bytes).from_address(mapping.address)
+        weakref.finalize(self._buffer, pool._take_back, mapping).atexit = False
         # What is made under inference_mode could never be written to outside it.
         with torch.inference_mode(False):
-            self._bytes = torch.frombuffer(buffer, dtype=torch.uint8)
+            self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
+
+    def touch(self, end: int) -> Touch:
+        """Begin to commit the mapping's pages from its last registration up to byte `end`."""
+        return self.mapping.touch(end, self._buffer)
 
     def tensor(
         self, offset: int, shape: tuple[int, int], stride: int, dtype: torch.dtype
@@ -69,6 +74,7 @@ class RegionPool:
         use = (segment_bytes, None if accelerator is None else accelerator.device.type)
         with self._lock:
             self._collect()
+            self._drop([m for m in self._idle if m.is_inherited])
             fitting = [m for m in self._idle if m.use == use and m.num_bytes >= num_bytes]
             if fitting:
                 # The one most of which is committed already.
