@@ -193,10 +193,10 @@ class SparseKVCache(OwnedCache):
         self.owner.check_open()
         return -1 if self.store.cache is None else self.store.cache.batch_size
 
-    def reserve(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int, prompt_tokens: int = 0) -> None:
         """See `OwnedCache.reserve`."""
         self.owner.check_open()
-        self.store.reserve(num_tokens)
+        self.store.reserve(num_tokens, prompt_tokens)
 
     def mark(self) -> int:
         """The number of tokens."""

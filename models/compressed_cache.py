@@ -72,15 +72,15 @@ class CompressedStore:
         self.config = config
         self.geometry = geometry
         self.cache: CompressedCache | None = None
-        self._reserved_tokens = 0
+        self._reserved = (0, 0)
         owner.register(self)
 
-    def reserve(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int, prompt_tokens: int = 0) -> None:
         """Make sure that sequences of `num_tokens` fit; see `OwnedCache.reserve`."""
         check_limit(self.config, num_tokens)
-        self._reserved_tokens = num_tokens
+        self._reserved = (num_tokens, prompt_tokens)
         if self.cache is not None:
-            self.cache.reserve(num_tokens)
+            self.cache.reserve(num_tokens, prompt_tokens)
 
     def new(self, batch_size: int, device: torch.device) -> CompressedCache:
         """An empty cache as the config says."""
@@ -92,8 +92,8 @@ class CompressedStore:
         """The store, made now if there is none."""
         if self.cache is None:
             cache = self.new(batch_size, device)
-            if self._reserved_tokens:
-                cache.reserve(self._reserved_tokens)
+            if self._reserved[0]:
+                cache.reserve(*self._reserved)
             self.cache = cache
         return self.cache
 
@@ -107,7 +107,7 @@ class CompressedStore:
         twin = CompressedStore(self.owner, self.config, self.geometry)
         memo[id(self)] = twin
         twin.cache = copy.deepcopy(self.cache, memo)
-        twin._reserved_tokens = self._reserved_tokens
+        twin._reserved = self._reserved
         return twin
 
 
@@ -215,10 +215,10 @@ class CompressedKVCache(OwnedCache):
 
     # Rows and length
 
-    def reserve(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int, prompt_tokens: int = 0) -> None:
         """See `OwnedCache.reserve`."""
         self.owner.check_open()
-        self.store.reserve(num_tokens)
+        self.store.reserve(num_tokens, prompt_tokens)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest `-tokens_to_remove` tokens; all of them if there are fewer.

@@ -56,15 +56,23 @@ class GenerateCall:
         return self.setting("cache_implementation") in (None, "hybrid")
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens a sequence has in the cache once the prompt is read."""
+        # With a cache, callers may pass only the new tokens and a mask over all of them.
+        return max(self._num_inputs, _num_tokens(self._kwargs.get("attention_mask"), 1))
+
+    @property
+    def _num_inputs(self) -> int:
+        embeds = self._kwargs.get("inputs_embeds")
+        ids = self._inputs if self._inputs is not None else self._kwargs.get("input_ids")
+        return max(_num_tokens(ids, 1), _num_tokens(embeds, 1))
+
+    @property
     def max_cached_tokens(self) -> int:
         """Most tokens a sequence can have in the cache at the end: the last generated token never
         enters it.
         """
-        embeds = self._kwargs.get("inputs_embeds")
-        ids = self._inputs if self._inputs is not None else self._kwargs.get("input_ids")
-        num_inputs = max(_num_tokens(ids, 1), _num_tokens(embeds, 1))
-        # With a cache, callers may pass only the new tokens and a mask over all of them.
-        num_prompt = max(num_inputs, _num_tokens(self._kwargs.get("attention_mask"), 1))
+        num_inputs, num_prompt = self._num_inputs, self.prompt_tokens
         new_tokens = self.setting("max_new_tokens")
         max_length = self.setting("max_length")
         if new_tokens is None and max_length is not None:

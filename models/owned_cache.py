@@ -59,9 +59,9 @@ class OwnedCache(Cache):
         """Sequences, or -1 before the first keys."""
 
     @abstractmethod
-    def reserve(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int, prompt_tokens: int = 0) -> None:
         """Check that sequences of `num_tokens` fit: over `max_tokens` at once, over memory once the
-        batch is known.
+        batch is known. Then register what the first `prompt_tokens` of them need.
 
         Raises:
             CapacityError: they do not fit.

@@ -168,7 +168,7 @@ class Patched:
         if not isinstance(cache, OwnedCache):
             return generate(*args, **kwargs)
         self._set_latest(cache)
-        cache.reserve(call.max_cached_tokens)
+        cache.reserve(call.max_cached_tokens, call.prompt_tokens)
         mark = cache.mark()
         try:
             return generate(*args, **kwargs)

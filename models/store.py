@@ -110,19 +110,20 @@ class RegionStore:
         self.config = config
         self.num_layers = num_layers
         self.cache: InplaceKVCache | None = None
-        self._reserved_tokens = 0
+        self._reserved = (0, 0)
         owner.register(self)
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make sure that sequences of `num_tokens` fit, now if the store is built, else when it is.
+    def reserve(self, num_tokens: int, prompt_tokens: int = 0) -> None:
+        """Make sure that sequences of `num_tokens` fit, and register what the first `prompt_tokens`
+        of them need, now if the store is built, else when it is.
 
         Raises:
             CapacityError: over `max_tokens`, or over the machine's memory.
         """
         check_limit(self.config, num_tokens)
-        self._reserved_tokens = num_tokens
+        self._reserved = (num_tokens, prompt_tokens)
         if self.cache is not None:
-            self.cache.reserve(num_tokens)
+            self.cache.reserve(num_tokens, prompt_tokens)
 
     def append(self, layer_idx: int, key: Tensor, value: Tensor) -> int:
         """Add a step's keys and values to one layer. Returns how many tokens it held before.
@@ -190,15 +191,15 @@ class RegionStore:
         )
         spec = self.config.spec(geometry, key.shape[0])
         cache = InplaceKVCache(spec, key.device, self.config.router(), pool=self.owner.pool)
-        if self._reserved_tokens:
-            cache.reserve(self._reserved_tokens)
+        if self._reserved[0]:
+            cache.reserve(*self._reserved)
         self.cache = cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionStore:
         twin = RegionStore(self.owner, self.config, self.num_layers)
         memo[id(self)] = twin
         twin.cache = copy.deepcopy(self.cache, memo)
-        twin._reserved_tokens = self._reserved_tokens
+        twin._reserved = self._reserved
         return twin
 
 

@@ -34,8 +34,11 @@ from sparsekv.format import (
     RegionStats,
     SegmentPlace,
 )
-from sparsekv.regions import LayerStore, PingPong, Progress, RegionPool, Window
+from sparsekv.regions import LayerStore, PingPong, Progress, RegionPool, Registrar, Window
+from sparsekv.regions.ahead import grant, release, wanted_room
 from sparsekv.regions.memory import available_bytes, check_available
+from sparsekv.regions.pace import Pace
+from sparsekv.regions.registration import RegistrationRefused
 from sparsekv.regions.stack import split_elements
 from sparsekv.roofline import ShareRouter
 
@@ -70,6 +73,7 @@ class InplaceKVCache:
         self.router = ShareRouter(0.5) if router is None else router
         self.ping_pong = PingPong(self.accelerator, spec)
         self._pool = RegionPool() if pool is None else pool
+        self._registrar = Registrar(self.accelerator)
         self._pid = os.getpid()
         self._closed: str | None = None
         self._start(spec.batch_size)
@@ -78,10 +82,12 @@ class InplaceKVCache:
         layers, windows = self._new_layers(), self._new_windows(batch_size)
         self._placement, self._windows, self._layers = Placement(batch_size), windows, layers
         self.router.error = 0.0
+        self._reserved_tokens = 0
+        self._registrar.retry()
 
     def _new_layers(self) -> list[LayerStore]:
         return [
-            LayerStore(self.spec, self.accelerator, self._pool)
+            LayerStore(self.spec, self._registrar, self._pool)
             for _ in range(self.spec.geometry.num_layers)
         ]
 
@@ -176,7 +182,12 @@ class InplaceKVCache:
         def region(name: str, memory: str, tokens: int, used_bytes: int) -> RegionStats:
             share = tokens / num_tokens if num_tokens else 0.0
             return RegionStats(
-                name=name, memory=memory, tokens=tokens, used_bytes=used_bytes, share=share
+                name=name,
+                memory=memory,
+                tokens=tokens,
+                used_bytes=used_bytes,
+                committed_bytes=self._committed_bytes(name, used_bytes),
+                share=share,
             )
 
         return CacheStats(
@@ -198,7 +209,16 @@ class InplaceKVCache:
             ),
             h2d_bytes=self.accelerator.h2d_bytes,
             d2h_bytes=self.accelerator.d2h_bytes,
+            registered_bytes=sum(layer.pinned.registered_bytes for layer in self._layers),
+            longest_registration_s=self._registrar.longest_s,
         )
+
+    def _committed_bytes(self, region: str, used_bytes: int) -> int:
+        """Bytes of memory taken for a region, of which `used_bytes` hold something."""
+        if region not in ("unpinned", "pinned"):
+            return used_bytes
+        leases = [lease for layer in self._layers for lease in layer.stacks[region].leases]
+        return sum(lease.mapping.committed_bytes for lease in leases)
 
     # Writing
 
@@ -298,9 +318,35 @@ class InplaceKVCache:
         """Extend the placement table to `num_segments`; the first layer to get there decides for
         all.
         """
+        num_new = num_segments - len(self._placement)
+        granted = self._grant(self._count_pinned(num_new)) if num_new > 0 else 0
         while len(self._placement) < num_segments:
-            error = self.router.error
-            self._placement.add(SegmentPlace(self.router.route(), self.batch_size, error))
+            error, region = self.router.error, self.router.route()
+            if region == "pinned" and granted:
+                granted -= 1
+            elif region == "pinned":
+                self.router.divert()
+                region = "unpinned"
+            self._placement.add(SegmentPlace(region, self.batch_size, error))
+
+    def _count_pinned(self, num_segments: int) -> int:
+        """How many of the next segments the router sends there: exactly, by asking a copy of it."""
+        router = copy.copy(self.router)
+        return [router.route() for _ in range(num_segments)].count("pinned")
+
+    def _grant(self, num_pinned: int) -> int:
+        """Of so many more segments, those for which every layer has, or now gets, registered
+        memory.
+
+        Raises:
+            CapacityError: over the machine's memory.
+        """
+        if not num_pinned:
+            return 0
+        stacks = [layer.pinned for layer in self._layers]
+        needed = sum(stack.bytes_to_commit(num_pinned, self.batch_size) for stack in stacks)
+        self._check_memory(needed, f"{num_pinned} more segments x {len(stacks)} layers")
+        return grant(self._layers, self._registrar, self._placement, num_pinned, self.batch_size)
 
     def _forget_unreached(self) -> None:
         """Drop the places that no layer has reached, and their effect on the share."""
@@ -308,6 +354,56 @@ class InplaceKVCache:
         if reached < len(self._placement):
             self.router.error = self._placement.places[reached].router_error
             self._placement.truncate(reached)
+
+    def register_ahead(self, layer_idx: int) -> None:
+        """Register, or begin to, what this layer's next pinned segments need: at most one chunk of
+        16 MiB or one segment. Layers take turns over the steps of a window, so that no step is held
+        up for long.
+
+        Call it once a layer in each decode step, where its kernels have been launched (they run on
+        while this waits): after `flush`. Without it each segment is registered when it is placed.
+        """
+        layer = self._layer(layer_idx)
+        if self._registrar.is_refused:
+            return
+        fill, num_rows, stack = layer.progress.fill, self.batch_size, layer.pinned
+        is_reserved = layer.num_tokens <= self._reserved_tokens
+        pace, now = layer.pace, (layer.progress.num_segments, num_rows, is_reserved)
+        if pace is None or (pace.num_segments, pace.num_rows, pace.is_reserved) != now:
+            layer.pace = pace = self._new_pace(layer, is_reserved)
+        if not pace.needed:
+            return
+        due = pace.num_due(fill, self.spec.window_size, layer_idx, len(self._layers))
+        if not due or stack.room(num_rows) >= due:
+            return
+        if stack.bytes_to_commit(pace.wanted, num_rows) > available_bytes():
+            return  # placing them will say so
+        try:
+            stack.prepare_chunk(pace.wanted, num_rows)
+        except RegistrationRefused as error:
+            self._registrar.give_up(error)
+            release(self._layers)
+        except CapacityError:
+            return  # no addresses: likewise
+
+    def _new_pace(self, layer: LayerStore, is_reserved: bool) -> Pace:
+        """What to register while this layer's window fills: nothing if it is not expected to."""
+        spec, first, num_rows = self.spec, layer.progress.num_segments, self.batch_size
+        last = first + spec.segments_per_window
+        most = self._reserved_tokens if is_reserved else spec.max_tokens
+        if most is not None:
+            most = most // spec.window_size * spec.segments_per_window
+        needed = wanted = 0
+        if most is None or last <= most:
+            decided = self._placement.places[first:last]
+            needed = sum(place.region == "pinned" for place in decided)
+            needed += self._count_pinned(last - first - len(decided))
+        if needed:
+            unreached = layer.num_unreached(self._placement)
+            rest = 0 if most is None else max(most - len(self._placement), 0)
+            expected = None if most is None else unreached + self.router.count_pinned(rest)
+            wanted = wanted_room(layer.pinned, num_rows, needed, expected, is_reserved)
+        return Pace(first, num_rows, is_reserved, layer.progress.fill, needed, wanted)
 
     # Rows and length
 
@@ -437,9 +533,10 @@ class InplaceKVCache:
         self._check_usable()
         self._start(self.spec.batch_size)
 
-    def reserve(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int, prompt_tokens: int = 0) -> None:
         """Take addresses for sequences of `num_tokens`, and make sure that the machine can hold
-        them.
+        them. Register now what the first `prompt_tokens` of them, and the window begun with them,
+        are expected to need; the rest is registered while decoding.
 
         Raises:
             CapacityError: over `max_tokens`, or more than may still be committed.
@@ -454,6 +551,13 @@ class InplaceKVCache:
         self._check_memory(needed - held, f"{num_tokens} tokens x {self.batch_size} sequences")
         for stack in stacks:
             stack.reserved_segments = max(num_segments, 1)
+        self._reserved_tokens = num_tokens
+        self._registrar.retry()
+        if prompt_tokens:
+            num_windows = min(prompt_tokens + self.spec.window_size, num_tokens)
+            num_windows //= self.spec.window_size
+            num_new = num_windows * self.spec.segments_per_window - len(self._placement)
+            self._grant(self._count_pinned(max(num_new, 0)))
 
     # Life
 

@@ -221,11 +221,13 @@ def test_an_operation_that_fails_at_any_copy_changes_nothing(monkeypatch, name, 
         if failed and not name.startswith("append"):
             OPERATIONS[name](twin)
         twin.check()
-        if not name.startswith("reset"):
+        # A refused registration is no error: segments go to the other region.
+        if not name.startswith("reset") and not cache._registrar.is_refused:
             _assert_share(cache)
+        got_through = cache.accelerator.num_operations < countdown
         twin.append(9)
         twin.check()
-        if not failed:
+        if got_through:
             break
     else:
         raise AssertionError("never got through")

@@ -212,6 +212,12 @@ def test_statistics_add_up():
     assert sizes["unpinned"] == 12 * 2 * twin.cache.spec.geometry.bytes_per_token
     assert "unpinned" in str(stats)
     assert "43" in str(stats)
+    assert stats.host_used_bytes == sizes["unpinned"] + sizes["pinned"]
+    registered = sum(twin.cache.accelerator.registered.values())
+    assert stats.registered_bytes == registered >= sizes["pinned"]
+    assert all(r.committed_bytes >= r.used_bytes for r in stats.regions)
+    assert stats.longest_registration_s > 0
+    assert "registered" in str(stats).splitlines()[-1]
     assert stats.to_dict()["num_tokens"] == 43
     assert build().stats().cpu_share == 0.0
 

@@ -19,7 +19,7 @@ from strategies import stack_operations
 from sparsekv.device import SimulatedAccelerator
 from sparsekv.errors import CapacityError
 from sparsekv.format import KVGeometry, PartitionSpec
-from sparsekv.regions import RegionPool, SegmentStack, memory
+from sparsekv.regions import PinnedStack, RegionPool, Registrar, SegmentStack, memory
 from sparsekv.regions.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
 
 GIB = 1 << 30
@@ -307,7 +307,10 @@ def test_mappings_are_not_inherited_by_a_fork():
 
 
 def run_script(body):
-    prelude = "import sys; sys.path.insert(0, 'tests'); from harness import *; import os, gc\n"
+    prelude = (
+        "import sys; sys.path.insert(0, 'tests'); from harness import *; import os, gc\n"
+        "from sparsekv.regions import RegionPool\n"
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", prelude + textwrap.dedent(body)],
@@ -360,6 +363,57 @@ def test_a_forked_child_gets_an_error_and_harms_nobody():
         """
     )
     assert result.stdout == "fine\n", result.stderr
+
+
+def test_a_forked_child_leaves_its_parents_idle_mappings_alone():
+    result = run_script(
+        """
+        pool = RegionPool()
+        idle = build(pool=pool)
+        Twin(idle).append(30)
+        del idle
+        gc.collect()
+        assert pool.idle_bytes() > 0
+        pid = os.fork()
+        if pid == 0:
+            twin = Twin(build(pool=pool))
+            twin.append(30)
+            twin.check()
+            os._exit(7)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 7, status
+        twin = Twin(build(pool=pool))
+        twin.append(30)
+        twin.check()
+        assert not twin.cache.accelerator.registered, "the parent still has its mappings"
+        print("fine")
+        """
+    )
+    assert result.stdout == "fine\n", result.stderr
+
+
+def test_the_interpreter_ends_while_pages_are_committed_ahead():
+    result = run_script(
+        """
+        from sparsekv.format import KVGeometry, PartitionSpec
+
+        kv = KVGeometry(num_layers=2, num_kv_heads=8, head_dim=128)
+        cache = build(PartitionSpec(geometry=kv, batch_size=8, max_tokens=None), 0)
+        real = type(cache.accelerator).unregister
+        cache.accelerator.unregister = lambda address: (
+            real(cache.accelerator, address), print(len(cache.accelerator.registered))
+        )
+        key = torch.zeros(8, 8, 500, 128, dtype=torch.bfloat16)
+        for layer_idx in range(2):
+            cache.append(layer_idx, key, key)
+            cache.flush(layer_idx)
+        for _ in range(2):
+            cache.register_ahead(0)
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("0\n"), "left registered"
+    assert result.stderr == ""
 
 
 def test_addresses_that_the_system_refuses_are_a_capacity_error():
@@ -435,7 +489,7 @@ def test_slots_never_cross_a_registration(kind, data):
     }[kind]
     pool, accelerator = RegionPool(), CheckedAccelerator()
     for _ in range(2):  # the second stack gets the first one's mappings, as they were left
-        stack, contents = SegmentStack(pool, kv, 4, accelerator), []
+        stack, contents = PinnedStack(pool, kv, 4, Registrar(accelerator)), []
         stack.reserved_segments = data.draw(st.sampled_from([1, 3, 16]))
         number = 0
         for name, amount, rows in data.draw(stack_operations()):
@@ -460,7 +514,7 @@ def test_slots_never_cross_a_registration(kind, data):
 @pytest.mark.parametrize("limit", range(4))
 def test_a_refused_registration_leaves_the_stack_as_before(limit):
     accelerator = CheckedAccelerator(limit)
-    stack = SegmentStack(RegionPool(), geometry(head_dim=128), 4, accelerator)
+    stack = PinnedStack(RegionPool(), geometry(head_dim=128), 4, Registrar(accelerator))
     stack.reserved_segments = 2
     for number in range(limit):
         stack.push(1, 2)

@@ -35,6 +35,29 @@ def test_n_segments_at_a_constant_share_give_round_pn(share, num_segments):
     assert abs(count - exact) <= 0.5 + SLACK
 
 
+@given(shares(), st.integers(0, 30), st.integers(0, 400))
+def test_what_is_expected_of_a_constant_share_is_what_comes(share, before, num_segments):
+    router = ShareRouter(share)
+    for _ in range(before):
+        router.route()
+    expected, exact = router.count_pinned(num_segments), router.error + share * num_segments
+    count = sum(router.route() == "pinned" for _ in range(num_segments))
+    assert 0 <= expected <= num_segments
+    assert count == expected or abs(abs(exact % 1) - 0.5) < SLACK
+
+
+@given(shares(), st.lists(st.booleans(), max_size=60))
+def test_diverted_segments_are_made_up_for_by_half_a_segment_at_most(share, refused):
+    router = ShareRouter(share)
+    for is_refused in refused:
+        if router.route() == "pinned" and is_refused:
+            router.divert()
+        assert abs(router.error) <= 0.5 + SLACK
+    left = 1.0 - share
+    later = [router.route() for _ in range(40)]
+    assert abs(later.count("pinned") - 40 * left) <= 1 + SLACK
+
+
 @pytest.mark.parametrize("tenths", range(11))
 def test_tenths_do_not_drift(tenths):
     router = ShareRouter(tenths / 10)

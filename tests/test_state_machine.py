@@ -38,6 +38,16 @@ class CacheMachine(RuleBasedStateMachine):
         for layer_idx in range(len(self.twin.dense)):
             self.cache.flush(layer_idx)
 
+    @rule(more=st.integers(0, 40), prompt=st.integers(0, 40))
+    def reserve(self, more, prompt):
+        num_tokens = self.cache.num_tokens
+        self.cache.reserve(num_tokens + more, num_tokens + min(prompt, more))
+
+    @rule()
+    def register_ahead(self):
+        for layer_idx in range(len(self.twin.dense)):
+            self.cache.register_ahead(layer_idx)
+
     @rule(data=st.data())
     def crop(self, data):
         self._crop_to(data.draw(st.integers(0, self.cache.num_tokens + 2)))

@@ -69,6 +69,8 @@ def print_result(result: RunResult) -> None:
         _print_kinds(result.stats)
     else:
         _print_regions(result.stats)
+    pool = result.stats.pool if isinstance(result.stats, CompressedStats) else result.stats
+    console.print(pool.host_summary, soft_wrap=True)
     console.print(_speed("sparsekv", result.prompt_tokens, result.generated))
     if result.reference:
         console.print(_speed("unpatched", result.prompt_tokens, result.reference))
@@ -77,9 +79,17 @@ def print_result(result: RunResult) -> None:
 
 
 def _places(stats: CacheStats | CompressedStats) -> dict[str, object]:
-    """Each region, or what each kind of layer keeps where, as JSON holds it."""
+    """Each region, or what each kind of layer keeps where, and host memory, as JSON holds it."""
+    pool = stats.pool if isinstance(stats, CompressedStats) else stats
+    host = {
+        "used_bytes": pool.host_used_bytes,
+        "committed_bytes": pool.host_committed_bytes,
+        "registered_bytes": pool.registered_bytes,
+        "longest_registration_s": pool.longest_registration_s,
+    }
     if isinstance(stats, CompressedStats):
         return {
+            "host_memory": host,
             "layers": [
                 {
                     "kind": row.kind,
@@ -90,9 +100,10 @@ def _places(stats: CacheStats | CompressedStats) -> dict[str, object]:
                     "bytes": row.used_bytes,
                 }
                 for row in stats.kinds
-            ]
+            ],
         }
     return {
+        "host_memory": host,
         "regions": [
             {
                 "name": region.name,
@@ -102,7 +113,7 @@ def _places(stats: CacheStats | CompressedStats) -> dict[str, object]:
                 "share": region.share,
             }
             for region in stats.regions
-        ]
+        ],
     }
 
 

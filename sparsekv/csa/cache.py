@@ -84,13 +84,15 @@ class CompressedCache:
         dim = self.geometry.head_dim if is_hca else self.geometry.index_head_dim
         return GrowingBuffer(self.entries.accelerator, batch_size, dim, self.geometry.dtype)
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make sure that sequences of `num_tokens` fit, and that buffers grow to that size at once.
+    def reserve(self, num_tokens: int, prompt_tokens: int = 0) -> None:
+        """Make sure that sequences of `num_tokens` fit, and that buffers grow to that size at once;
+        register what the entries of the first `prompt_tokens` need.
 
         Raises:
             CapacityError: over `max_tokens`, or more than may still be committed.
         """
-        self.entries.reserve(num_tokens // self.geometry.csa_ratio)
+        ratio = self.geometry.csa_ratio
+        self.entries.reserve(num_tokens // ratio, prompt_tokens // ratio)
         for layer_idx, buffer in self._buffers.items():
             buffer.expected = num_tokens // self.geometry.ratio_of(
                 self.geometry.layer_kinds[layer_idx]

@@ -140,6 +140,7 @@ def _attend_csa(
     views, scale = cache.entries.views(pool_idx), query.shape[3] ** -0.5
     part = selected_attention(query, views, indices, scale, cache.entries.accelerator)
     cache.entries.flush(pool_idx)
+    cache.entries.register_ahead(pool_idx)
     return replace(state, compressor=compressor, indexer=indexer), part
 
 

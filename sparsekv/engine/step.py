@@ -41,4 +41,5 @@ def attend(
     views = cache.views(layer_idx)
     out, _ = split_attention(query, views, softmax_scale, key_mask=key_mask, mask=mask, load=load)
     cache.flush(layer_idx)
+    cache.register_ahead(layer_idx)
     return out

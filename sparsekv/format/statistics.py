@@ -17,6 +17,10 @@ class RegionStats:
     """Tokens of a sequence that live here; 0 for ping-pong, which holds copies."""
     used_bytes: int
     """Bytes of those tokens; for the two accelerator regions the bytes allocated."""
+    committed_bytes: int
+    """Memory taken: in host memory every page that was ever touched, also those registered ahead
+    and those that an earlier cache of the same pool left; on the accelerator the same as used.
+    """
     share: float
     """Part of all tokens."""
 
@@ -35,6 +39,35 @@ class CacheStats:
     """Bytes copied from host memory to the accelerator so far."""
     d2h_bytes: int
     """Bytes copied from the accelerator to host memory so far."""
+    registered_bytes: int
+    """Host memory registered with the accelerator (page-locked) for this cache."""
+    longest_registration_s: float
+    """The longest that one registration took, before or between forwards as well as while decoding;
+    no kernel can be launched meanwhile. 0.0: none was made.
+    """
+
+    @property
+    def host_used_bytes(self) -> int:
+        """Bytes of the tokens in host memory."""
+        return sum(region.used_bytes for region in self.regions if region.memory == "CPU")
+
+    @property
+    def host_committed_bytes(self) -> int:
+        """Host memory taken for them."""
+        return sum(region.committed_bytes for region in self.regions if region.memory == "CPU")
+
+    @property
+    def host_summary(self) -> str:
+        """One line on host memory."""
+        mib = 2**20
+        line = (
+            f"host memory: {self.host_committed_bytes / mib:,.2f} MiB taken for "
+            f"{self.host_used_bytes / mib:,.2f} MiB, {self.registered_bytes / mib:,.2f} MiB of it "
+            "registered"
+        )
+        if self.longest_registration_s:
+            line += f", {1e3 * self.longest_registration_s:,.1f} ms at most at once"
+        return line
 
     def __str__(self) -> str:
         lines = [f"{'region':<10}{'memory':>8}{'tokens':>10}{'MiB':>12}{'share':>8}"]
@@ -49,6 +82,7 @@ class CacheStats:
             f"{self.num_tokens:,} tokens x {self.batch_size} rows, CPU share of placed tokens "
             f"{self.cpu_share:.1%}"
         )
+        lines.append(self.host_summary)
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, object]:
@@ -97,6 +131,7 @@ class CompressedStats:
             )
         placed = f"CPU share of placed entries {self.cpu_share:.1%}"
         lines.append(f"{self.num_tokens:,} tokens x {self.batch_size} rows, {placed}")
+        lines.append(self.pool.host_summary)
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, object]:

@@ -4,8 +4,19 @@ memory.
 
 from sparsekv.regions.layer import LayerStore, Progress
 from sparsekv.regions.ping_pong import PingPong
+from sparsekv.regions.pinned import PinnedStack
 from sparsekv.regions.pool import RegionPool
+from sparsekv.regions.registration import Registrar
 from sparsekv.regions.stack import SegmentStack
 from sparsekv.regions.window import Window
 
-__all__ = ["LayerStore", "PingPong", "Progress", "RegionPool", "SegmentStack", "Window"]
+__all__ = [
+    "LayerStore",
+    "PingPong",
+    "PinnedStack",
+    "Progress",
+    "RegionPool",
+    "Registrar",
+    "SegmentStack",
+    "Window",
+]

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparsekv.device import Accelerator
 from sparsekv.format import KVView, PartitionSpec, Placement
+from sparsekv.regions.pace import Pace
+from sparsekv.regions.pinned import PinnedStack
 from sparsekv.regions.pool import RegionPool
+from sparsekv.regions.registration import Registrar
 from sparsekv.regions.stack import SegmentStack
 
 HostViews = tuple[tuple[KVView, ...], tuple[KVView, ...]]
@@ -35,14 +37,17 @@ class Progress:
 class LayerStore:
     """The host regions of one layer, and how far it has got."""
 
-    def __init__(self, spec: PartitionSpec, accelerator: Accelerator, pool: RegionPool) -> None:
+    def __init__(self, spec: PartitionSpec, registrar: Registrar, pool: RegionPool) -> None:
         geometry = spec.geometry
         self._segment_size = spec.segment_tokens
-        self.stacks = {
+        self.pinned = PinnedStack(pool, geometry, spec.segment_tokens, registrar)
+        self.stacks: dict[str, SegmentStack] = {
             "unpinned": SegmentStack(pool, geometry, spec.segment_tokens),
-            "pinned": SegmentStack(pool, geometry, spec.segment_tokens, accelerator),
+            "pinned": self.pinned,
         }
         self.progress = Progress()
+        self.pace: Pace | None = None
+        """What is registered ahead while the present window fills; the cache decides."""
         self._shown: tuple[Placement, int, HostViews] | None = None
 
     @property
@@ -50,6 +55,11 @@ class LayerStore:
         """Tokens of a sequence."""
         progress = self.progress
         return progress.num_segments * self._segment_size + progress.fill + progress.num_pending
+
+    def num_unreached(self, placement: Placement) -> int:
+        """Pinned segments that are decided and that this layer has not placed yet."""
+        places = placement.places[self.progress.num_segments :]
+        return sum(place.region == "pinned" for place in places)
 
     def host_views(self, placement: Placement) -> HostViews:
         """Zero-copy views of both stacks, made again only when something has changed."""

@@ -44,8 +44,7 @@ class SegmentStack:
         pool: where mappings come from.
         geometry: what a token stores.
         segment_size: tokens of a segment.
-        accelerator: registers the memory with this accelerator (the pinned region); None for the
-            unpinned one.
+        accelerator: with which a subclass registers the memory; None: with none.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class SegmentStack:
         """Add uninitialised slots at the end.
 
         Raises:
-            CapacityError: no addresses left, or registration refused; the stack is as before then.
+            CapacityError: no addresses left; the stack is as before then.
         """
         length = len(self)
         try:
@@ -191,31 +190,22 @@ class SegmentStack:
         return count
 
     def _place(self, lease: Lease, start: int, stride: int, num_segments: int) -> tuple[int, int]:
-        """Where slots fit from byte `start` of a mapping on, and how many in one piece (0: none).
-
-        No slot crosses from one registration into the next: a DMA across both fails, even where
-            they touch.
+        """Where slots fit from byte `start` of a mapping on, and how many in one piece, 0 if
+        none.
         """
-        mapping = lease.mapping
-        if self._accelerator is not None:
-            for end in mapping.registration_ends:
-                if start + stride <= end:
-                    return start, min(num_segments, (end - start) // stride)
-                start = max(start, end)
-        count = min(num_segments, (mapping.num_bytes - start) // stride)
-        if self._accelerator is not None and count > 0:
-            mapping.register(self._accelerator, start + count * stride)
-        return start, max(count, 0)
+        return start, max(min(num_segments, (lease.mapping.num_bytes - start) // stride), 0)
 
     def _next_lease(self, lease: Lease | None, num_segments: int, stride: int) -> Lease:
-        """The mapping after `lease`: one that slots were cut from before, or as many addresses
-        again as are in use.
-        """
+        """The mapping after `lease`: one that slots were cut from before, or a new one."""
         following = self._leases.index(lease) + 1 if lease else 0
         if following == len(self._leases):
-            wanted = max(num_segments, self.reserved_segments, len(self))
-            self._leases.append(self._pool.lease(wanted * stride, stride, self._accelerator))
+            self._take_addresses(num_segments, stride)
         return self._leases[following]
+
+    def _take_addresses(self, num_segments: int, stride: int) -> None:
+        """One more mapping, of as many addresses again as are in use."""
+        wanted = max(num_segments, self.reserved_segments, len(self))
+        self._leases.append(self._pool.lease(wanted * stride, stride, self._accelerator))
 
     @staticmethod
     def _huge_end(end: int, used_bytes: int) -> int:

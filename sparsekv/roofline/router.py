@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from sparsekv.checks import check_share
+
+_HALF = 0.5 + 1e-9
+"""Shares like 0.1 do not add up exactly in binary: a hair below one half counts as one half."""
 
 
 class ShareRouter:
@@ -43,11 +47,21 @@ class ShareRouter:
     def error(self, error: float) -> None:
         self._error = error
 
+    def divert(self) -> None:
+        """Send the segment that was just routed to the GPU's side to the CPU's after all, because
+        there is no memory for it on the other. At most half a segment of that is made up for later.
+        """
+        self._error = max(self._error - 1.0, -0.5)
+
+    def count_pinned(self, num_segments: int) -> int:
+        """How many of the next segments would go to the GPU's side if the share stays."""
+        num_unpinned = math.floor(self._error + num_segments * self._marginal_share + _HALF)
+        return num_segments - min(max(num_unpinned, 0), num_segments)
+
     def route(self) -> Literal["unpinned", "pinned"]:
         """Place the next segment."""
         self._error += self._marginal_share
-        # Shares like 0.1 do not add up exactly in binary: a hair below one half counts as one half.
-        if self._error >= 0.5 - 1e-9:
+        if self._error >= 1.0 - _HALF:
             self._error -= 1.0
             return "unpinned"
         return "pinned"
