@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-for-sparsekv
-EXTRAS := dev,demo,plot
+EXTRAS := dev,demo,plot,triton
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-models test-sanitizers lint format tables

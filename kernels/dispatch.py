@@ -1,15 +1,20 @@
 """Which implementation of an op runs on which device.
 
 Callers ask here and never import an implementation; a faster one is entered in the table below.
+Triton is imported when an op for CUDA is first asked for; without it torch's ops do its work, and
+one warning says so.
 """
 
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsekv.errors import LayoutError
-from sparsekv.kernels import cpu, torch_ops
+from sparsekv.kernels import cpu, reference, torch_ops
 from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.reference.compressor import carried_series, compress
 from sparsekv.kernels.reference.entry_format import unpack_entries
@@ -21,22 +26,27 @@ from sparsekv.kernels.torch_ops.sparse_attention import gathered_attention
 __all__ = [
     "BlockLists",
     "CopySegment",
+    "DecodeOps",
     "GatherBlocks",
     "GatheredAttention",
     "LightningIndexer",
+    "MergePartials",
     "PartialAttention",
     "apply_rotary",
     "carried_series",
     "compress",
     "copy_segment_for",
+    "decode_ops_for",
     "gather_blocks_for",
     "gathered_attention_for",
     "lightning_indexer_for",
+    "merge_partials_for",
     "pack_entries",
     "partial_attention_for",
     "unpack_entries",
 ]
 
+_logger = logging.getLogger(__name__)
 
 Op = TypeVar("Op")
 
@@ -60,6 +70,30 @@ class PartialAttention(Protocol):
         blocks: BlockLists | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+class MergePartials(Protocol):
+    """The merge of partial attention; sparsekv.kernels.reference.merge_partials defines it."""
+
+    def __call__(
+        self, parts: Sequence[tuple[Tensor, Tensor]], attn_sink: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class DecodeOps(Protocol):
+    """Ops that write into what they are given, so that a decode step allocates nothing, and that
+    read registered host memory where it lies: sparsekv.kernels.triton has them, and says what they
+    take.
+    """
+
+    @property
+    def append(self) -> Callable[..., None]: ...
+    @property
+    def merge_partials(self) -> Callable[..., tuple[Tensor, Tensor]]: ...
+    @property
+    def partial_attention(self) -> Callable[..., tuple[Tensor, Tensor]]: ...
+    @property
+    def workspace_numel(self) -> Callable[[Tensor, Tensor, Tensor], int]: ...
 
 
 class LightningIndexer(Protocol):
@@ -107,6 +141,10 @@ _PARTIAL_ATTENTION: dict[str, PartialAttention] = {
     "cpu": cpu.partial_attention,
     "cuda": torch_ops.partial_attention,
 }
+_MERGE_PARTIALS: dict[str, MergePartials] = {
+    "cpu": reference.merge_partials,
+    "cuda": reference.merge_partials,
+}
 _LIGHTNING_INDEXER: dict[str, LightningIndexer] = {
     "cpu": lightning_indexer,
     "cuda": lightning_indexer,
@@ -131,7 +169,19 @@ def partial_attention_for(device: torch.device) -> PartialAttention:
     Raises:
         LayoutError: no implementation runs on such a device.
     """
-    return _on(device, _PARTIAL_ATTENTION)
+    ops = decode_ops_for(device)
+    return _on(device, _PARTIAL_ATTENTION) if ops is None else ops.partial_attention
+
+
+def merge_partials_for(device: torch.device) -> MergePartials:
+    """The implementation of the merge for parts on `device`; raises as above."""
+    ops = decode_ops_for(device)
+    return _on(device, _MERGE_PARTIALS) if ops is None else ops.merge_partials
+
+
+def decode_ops_for(device: torch.device) -> DecodeOps | None:
+    """The ops of a decode step on `device` without allocations; None: there are none for it."""
+    return _triton_ops() if device.type == "cuda" else None
 
 
 def lightning_indexer_for(device: torch.device) -> LightningIndexer:
@@ -152,6 +202,20 @@ def gather_blocks_for(device: torch.device) -> GatherBlocks:
 def copy_segment_for(device: torch.device) -> CopySegment:
     """The implementation of the copy of a segment on `device`; raises as above."""
     return _on(device, _COPY_SEGMENT)
+
+
+@cache
+def _triton_ops() -> DecodeOps | None:
+    try:
+        from sparsekv.kernels import triton
+    except ImportError as error:
+        _logger.warning(
+            "triton cannot be imported (%s): attention on CUDA is computed by torch's ops, which "
+            "is slower, and copies what lies in host memory; pip install triton",
+            error,
+        )
+        return None
+    return triton
 
 
 def _on(device: torch.device, implementations: dict[str, Op]) -> Op:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.errors import LayoutError
+from sparsekv.kernels.dispatch import merge_partials_for
 
 
 def merge_partials(
@@ -41,26 +42,9 @@ def merge_partials(
     """
     parts = list(parts)
     _check_parts(parts)
-    out, lse = parts[0]
-    lses = torch.stack([part_lse for _, part_lse in parts])  # [P, B, H, ...]
-    lses = lses.masked_fill(lses == torch.inf, -torch.inf)
-    top = lses.amax(dim=0)  # [B, H, ...]
     if attn_sink is not None:
-        _check_sink(attn_sink, out)
-        sink = attn_sink.to(lse.dtype).view(-1, *[1] * (lse.dim() - 2))  # [H, 1...]
-        top = torch.maximum(top, sink)
-
-    base = top.masked_fill(top == -torch.inf, 0.0)  # -inf - -inf is never formed
-    weights = torch.exp(lses - base)  # [P, B, H, ...]
-    total = weights.sum(dim=0)
-    if attn_sink is not None:
-        total += torch.exp((sink - base).masked_fill(sink == base, 0.0))  # inf - inf is 0 here
-    merged = torch.zeros_like(out, dtype=torch.promote_types(out.dtype, lse.dtype))
-    for (part_out, _), part_lse, weight in zip(parts, lses, weights, strict=True):
-        empty = (part_lse == -torch.inf)[..., None]
-        merged += (weight[..., None] * part_out).masked_fill_(empty, 0.0)
-    merged /= total.masked_fill(total == 0.0, 1.0)[..., None]
-    return merged.to(out.dtype), base + torch.log(total)
+        _check_sink(attn_sink, parts[0][0])
+    return merge_partials_for(parts[0][0].device)(parts, attn_sink)
 
 
 def _check_parts(parts: list[tuple[Tensor, Tensor]]) -> None:

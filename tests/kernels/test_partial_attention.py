@@ -1,10 +1,10 @@
 """Partial attention: the definition against plain softmax, the implementations against it."""
 
-import importlib
 import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from native_ops import NATIVE_OPS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_ops import HAS_TRITON, TRITON_OPS
 
 from sparsekv.errors import LayoutError
 from sparsekv.kernels import cpu, reference
 from sparsekv.kernels.dispatch import partial_attention_for
 from sparsekv.kernels.torch_ops import partial_attention
 
-torch_ops = importlib.import_module("sparsekv.kernels.torch_ops.partial_attention")
-IMPLEMENTATIONS = [pytest.param(partial_attention, id="torch"), *NATIVE_OPS]
+torch_ops = import_module("sparsekv.kernels.torch_ops.partial_attention")
+IMPLEMENTATIONS = [pytest.param(partial_attention, id="torch"), *NATIVE_OPS, *TRITON_OPS]
 ALL_OPS = [pytest.param(reference.partial_attention, id="reference"), *IMPLEMENTATIONS]
 
 every_implementation = pytest.mark.parametrize("op", IMPLEMENTATIONS)
@@ -490,6 +491,7 @@ def test_keys_that_no_query_sees_cost_nothing(
 
 def test_dispatch_answers_for_every_device_or_says_so() -> None:
     assert partial_attention_for(torch.device("cpu")) is cpu.partial_attention
-    assert partial_attention_for(torch.device("cuda")) is partial_attention
+    name = "sparsekv.kernels.triton" if HAS_TRITON else "sparsekv.kernels.torch_ops"
+    assert partial_attention_for(torch.device("cuda")) is import_module(name).partial_attention
     with pytest.raises(LayoutError, match=r"device=meta.*runs on cpu or cuda"):
         partial_attention_for(torch.device("meta"))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_ops import NATIVE_OPS, tolerance_of
 from torch import Tensor
+from triton_ops import TRITON_OPS
 
 from sparsekv.errors import LayoutError
 from sparsekv.kernels import cpu, reference, torch_ops
@@ -21,7 +22,8 @@ OPS = [
     pytest.param(torch_ops.partial_attention, id="torch"),
     *NATIVE_OPS,
 ]
-every_op = pytest.mark.parametrize("op", OPS)
+every_op = pytest.mark.parametrize("op", [*OPS, *TRITON_OPS])
+every_checking_op = pytest.mark.parametrize("op", OPS)  # a look at lists on CUDA would be a wait
 every_isa = pytest.mark.parametrize("op", NATIVE_OPS)
 GARBAGE = torch.tensor([-1, -(2**62), 2**62, 10**6])
 
@@ -215,7 +217,7 @@ def test_a_block_crosses_segments_and_the_last_one_is_partial(op: Any) -> None:
         check(case.given(blocks=blocks), op)
 
 
-@every_op
+@every_checking_op
 @pytest.mark.parametrize("index", [-1, 4, 2**62, -(2**63)])
 def test_a_block_that_does_not_exist_raises(op: Any, index: int) -> None:
     case = make_case(segments=3, tokens=5)  # blocks 0 ... 3
@@ -227,7 +229,7 @@ def test_a_block_that_does_not_exist_raises(op: Any, index: int) -> None:
     case.given(blocks=blocks).run(op)
 
 
-@every_op
+@every_checking_op
 @pytest.mark.parametrize("count", [-1, 5, 2**62])
 def test_a_list_longer_than_its_room_or_than_there_are_blocks_raises(op: Any, count: int) -> None:
     case = make_case(segments=3, tokens=5)
