@@ -44,8 +44,8 @@ _TARGETS = (
 _STEP_US = 40.0
 
 
-class GpuBuffer:
-    """Memory of the GPU, filled with finite bfloat16 numbers."""
+class GpuBuffer(Buffer):
+    """Memory of the GPU instead, filled with finite bfloat16 numbers."""
 
     def __init__(self, num_bytes: int) -> None:
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -61,9 +61,9 @@ class GpuBuffer:
 def registered(buffer: Buffer) -> Iterator[Buffer]:
     """Within, the buffer is registered with the GPU."""
     runtime = torch.cuda.cudart()
-    for code in (runtime.cudaHostRegister(buffer.span.address, buffer.span.num_bytes, 0),):
-        if int(code) != 0:
-            raise RuntimeError(f"registering memory with the GPU failed with error {int(code)}")
+    code = int(runtime.cudaHostRegister(buffer.span.address, buffer.span.num_bytes, 0))
+    if code != 0:
+        raise RuntimeError(f"registering memory with the GPU failed with error {code}")
     try:
         yield buffer
     finally:
@@ -130,9 +130,9 @@ class Way:
         return call
 
 
-def ways(shape: Shape, place: str, buffer: Buffer | GpuBuffer, quick: bool) -> list[Way]:
+def ways(shape: Shape, place: str, buffer: Buffer, quick: bool) -> list[Way]:
     """What is measured over one memory."""
-    memory = KVMemory(buffer, shape, _QUICK_ROWS if quick else _ROWS)  # type: ignore[arg-type]
+    memory = KVMemory(buffer, shape, _QUICK_ROWS if quick else _ROWS)
     wanted = _GPU_CALL_BYTES if place == "gpu" else _HOST_CALL_BYTES
     count = max(1, min(wanted // memory.segment_bytes, memory.num_segments // 2))
     piece = max(1, _PIECE_BYTES // (2 * shape.head_dim))
@@ -140,14 +140,16 @@ def ways(shape: Shape, place: str, buffer: Buffer | GpuBuffer, quick: bool) -> l
     return [Way(place, pieces, memory, count, block_size) for pieces, block_size in kinds]
 
 
-def measure_rates(shape: Shape, host: Buffer, device: GpuBuffer, bus: BusCeiling, a: argparse.Namespace) -> list[Row]:
+def measure_rates(
+    shape: Shape, buffers: dict[str, Buffer], bus: BusCeiling, rounds: int, quick: bool
+) -> list[Row]:
     """One row for each way, and the copies beside them."""
-    measured = [*ways(shape, "gpu", device, a.quick), *ways(shape, "host", host, a.quick)]
+    measured = [w for place, buffer in buffers.items() for w in ways(shape, place, buffer, quick)]
     calls = [way.prepared() for way in measured]
     turns = [Turns(way.memory.span.num_bytes) for way in measured]
     samples: list[list[float]] = [[] for _ in measured]
     ceilings: dict[str, list[float]] = {"gpu": [], "host": []}
-    for i in range(1 + a.rounds):
+    for i in range(1 + rounds):
         copies = {"gpu": hbm_copy_gbs(), "host": bus.h2d()}
         for way, call, turn, kept in zip(measured, calls, turns, samples, strict=True):
             gbs = _gbs(way, call, turn)
@@ -188,9 +190,9 @@ def _gbs(way: Way, call: Callable[[int], object], turns: Turns) -> float:
     return _CALLS * way.call_bytes / first.elapsed_time(last) / 1e6
 
 
-def measure_step(shape: Shape, device: GpuBuffer, steps: int, rows: int) -> Row:
+def measure_step(shape: Shape, device: Buffer, steps: int, rows: int) -> Row:
     """Microseconds of a step over one window: to issue it, and until it is done."""
-    memory = KVMemory(device, shape, rows)  # type: ignore[arg-type]
+    memory = KVMemory(device, shape, rows)
     key, value = memory.segments(0, 1)
     query = torch.randn(rows, shape.num_heads, 1, shape.head_dim, device="cuda").bfloat16()
     stored = torch.empty(query.shape, dtype=torch.float32).pin_memory()
@@ -203,11 +205,18 @@ def measure_step(shape: Shape, device: GpuBuffer, steps: int, rows: int) -> Row:
     new_key, window_value = key[0, :, :, :1].clone(), None if shape.shared_kv else value[0]
 
     def step() -> None:
-        ops.append(
-            new_key, new_value, key[0], window_value, 7, query=query, stored_query=stored
+        ops.append(new_key, new_value, key[0], window_value, 7, query=query, stored_query=stored)
+        ops.partial_attention(
+            query,
+            key,
+            value,
+            positions,
+            shape.softmax_scale,
+            query_start=WINDOW_SIZE - 1,
+            out=out,
+            lse=lse,
+            workspace=workspace,
         )
-        given = {"out": out, "lse": lse, "workspace": workspace, "query_start": WINDOW_SIZE - 1}
-        ops.partial_attention(query, key, value, positions, shape.softmax_scale, **given)  # type: ignore[arg-type]
         ops.merge_partials([(out, lse), other], out=out, lse=lse)
 
     for _ in range(5):
@@ -249,7 +258,8 @@ def checks(rows: Sequence[Row]) -> list[Check]:
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """All rows."""
     sizes = (_QUICK_BYTES, _QUICK_BYTES) if arguments.quick else (_GPU_BYTES, _HOST_BYTES)
-    device, rows = GpuBuffer(sizes[0]), []
+    device: Buffer = GpuBuffer(sizes[0])
+    rows: list[Row] = []
     shapes = [SHAPES[name] for name in arguments.shapes]
     steps = partial(
         measure_step,
@@ -262,7 +272,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         progress("attention on the GPU", len(shapes)) as advance,
     ):
         for shape in shapes:
-            rows += measure_rates(shape, host, device, bus, arguments)
+            buffers = {"gpu": device, "host": host}
+            rows += measure_rates(shape, buffers, bus, arguments.rounds, arguments.quick)
             rows.append(steps(shape, device))
             advance()
     return rows
@@ -281,8 +292,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("shape", "keys in", "pieces", "GB/s", "copy GB/s", "fraction"),
         lines,
     )
-    names = ("shape", "rows", "issue_us", "step_us")
-    lines = [[row[name] for name in names] for row in rows if row["kind"] == "step"]
+    of_step = ("shape", "rows", "issue_us", "step_us")
+    lines = [[row[name] for name in of_step] for row in rows if row["kind"] == "step"]
     print_table("a short step", ("shape", "rows", "us to issue", "us"), lines)
     finish("gpu_attention", rows, checks, arguments)
 

@@ -9,6 +9,7 @@ import importlib.util
 import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from importlib.metadata import version
 from multiprocessing import get_context
 from typing import Any
 
@@ -26,6 +27,19 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
+@cache
+def why_not_interpreted() -> str | None:
+    """Why Triton's interpreter cannot run here; None if it can."""
+    if not HAS_TRITON:
+        return "no triton"
+    triton, numpy = (
+        tuple(int(part) for part in version(name).split(".")[:2]) for name in ("triton", "numpy")
+    )
+    if triton < (3, 9) and numpy >= (2, 4):
+        return "triton before 3.9 interprets loops only with numpy before 2.4"
+    return None
+
+
 class InterpretedOp:
     """An op of sparsekv.kernels.triton, run by Triton's interpreter on tensors of the CPU."""
 
@@ -33,8 +47,8 @@ class InterpretedOp:
         self.name = name
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
-        if not HAS_TRITON:
-            pytest.skip("no triton")
+        if (reason := why_not_interpreted()) is not None:
+            pytest.skip(reason)
         if any(t.dtype == torch.bfloat16 for t in tensors if isinstance(t, Tensor)):
             _leave_out("the interpreter multiplies bfloat16 bit by bit")
         return _interpreter().submit(_call, self.name, tensors, options).result()
