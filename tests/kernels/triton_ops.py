@@ -19,6 +19,9 @@ import torch
 import torch.multiprocessing  # lets tensors pass between processes
 from torch import Tensor
 
+# Without it torch refuses products on CUDA while tests have it poison the memory it hands out.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no triton")
