@@ -140,6 +140,7 @@ def test_what_the_driver_refuses_to_register_is_unpinned(monkeypatch, caplog):
         finally:
             accelerator.unregister(address)
 
+    room = min(layer.pinned.room(2) for layer in twin.cache._layers)  # registered before
     with monkeypatch.context() as patch:
         patch.setattr(accelerator, "register", twice)
         twin.append(4000)
@@ -147,7 +148,8 @@ def test_what_the_driver_refuses_to_register_is_unpinned(monkeypatch, caplog):
             twin.cache.register_ahead(layer_idx)
     assert works()
     twin.check()
-    assert set(regions(twin.cache)[8:4008]) == {"unpinned"}
+    pinned = regions(twin.cache)[8:4008].count("pinned")
+    assert pinned <= 4 * room < 4000 - pinned
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     twin.append(1, flush=False)
     assert_attends(twin, 1)

@@ -25,6 +25,19 @@ def whole(twin, layer_idx, query, scale, **masks):
     )[0]
 
 
+def plain(twin, layer_idx, query, scale):
+    """The same by plain torch, in the dtype of the keys."""
+    group_size = query.shape[1] // twin.dense[layer_idx][0].shape[1]
+    key, value = (
+        tensor.to(query.device).repeat_interleave(group_size, 1) for tensor in twin.dense[layer_idx]
+    )
+    num_queries, num_tokens = query.shape[2], key.shape[2]
+    seen = torch.ones(num_queries, num_tokens, dtype=torch.bool, device=query.device)
+    scores = scale * (query @ key.transpose(-1, -2))
+    scores = scores.masked_fill(~seen.tril(num_tokens - num_queries), -torch.inf)
+    return (torch.softmax(scores, -1) @ value).float()
+
+
 def assert_attends(twin, num_queries, group_size=2, **masks):
     cache = twin.cache
     kv = cache.spec.geometry
@@ -34,7 +47,13 @@ def assert_attends(twin, num_queries, group_size=2, **masks):
         found = attend(cache, layer_idx, query, 0.3, **masks)
         expected = whole(twin, layer_idx, query, 0.3, **masks)
         assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected, atol=TOLERANCE[kv.dtype], rtol=1e-5)
+        tolerance = TOLERANCE[kv.dtype]
+        is_rounded = kv.dtype == torch.bfloat16 or (kv.dtype == torch.float16 and query.is_cuda)
+        if is_rounded and num_queries * group_size >= 16:
+            # Matrix units round the weights of so many rows, as plain torch does.
+            usual = plain(twin, layer_idx, query, 0.3)
+            tolerance = max(tolerance, 2 * (usual - expected).abs().max().item())
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=1e-5)
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.5, 1])
