@@ -200,24 +200,20 @@ def measure_step(shape: Shape, device: Buffer, steps: int, rows: int) -> Row:
     lse = torch.empty(rows, shape.num_heads, 1, device="cuda")
     other = (torch.randn(out.shape).pin_memory(), torch.randn(lse.shape).pin_memory())
     workspace = torch.empty(max(ops.workspace_numel(query, key, value), 1), device="cuda")
-    positions = torch.zeros(1, dtype=torch.int64)
     new_value = None if shape.shared_kv else value[0, :, :, :1].clone()
     new_key, window_value = key[0, :, :, :1].clone(), None if shape.shared_kv else value[0]
+    append = ops.PreparedAppend(
+        new_key, new_value, key[0], window_value, query=query, stored_query=stored
+    )
+    attend = ops.PreparedAttention(
+        query, key, value, shape.softmax_scale, out=out, lse=lse, workspace=workspace
+    )
+    merge = ops.PreparedMerge([(out, lse), other], out=out, lse=lse)
 
     def step() -> None:
-        ops.append(new_key, new_value, key[0], window_value, 7, query=query, stored_query=stored)
-        ops.partial_attention(
-            query,
-            key,
-            value,
-            positions,
-            shape.softmax_scale,
-            query_start=WINDOW_SIZE - 1,
-            out=out,
-            lse=lse,
-            workspace=workspace,
-        )
-        ops.merge_partials([(out, lse), other], out=out, lse=lse)
+        append(new_key, new_value, 7, query)
+        attend(query, WINDOW_SIZE - 1)
+        merge()
 
     for _ in range(5):
         step()

@@ -8,7 +8,7 @@ one warning says so.
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,6 +86,12 @@ class DecodeOps(Protocol):
     take.
     """
 
+    @property
+    def PreparedAppend(self) -> Callable[..., Callable[..., None]]: ...
+    @property
+    def PreparedAttention(self) -> Callable[..., Any]: ...
+    @property
+    def PreparedMerge(self) -> Callable[..., Callable[[], None]]: ...
     @property
     def append(self) -> Callable[..., None]: ...
     @property

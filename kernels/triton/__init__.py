@@ -1,7 +1,17 @@
 """Ops for CUDA in Triton. Imported by kernels.dispatch, and only where triton can be imported."""
 
-from sparsekv.kernels.triton.append import append
-from sparsekv.kernels.triton.merge_partials import merge_partials
-from sparsekv.kernels.triton.partial_attention import partial_attention, workspace_numel
+from sparsekv.kernels.triton.append import PreparedAppend, append
+from sparsekv.kernels.triton.arguments import workspace_numel
+from sparsekv.kernels.triton.merge_partials import PreparedMerge, merge_partials
+from sparsekv.kernels.triton.partial_attention import partial_attention
+from sparsekv.kernels.triton.prepared_attention import PreparedAttention
 
-__all__ = ["append", "merge_partials", "partial_attention", "workspace_numel"]
+__all__ = [
+    "PreparedAppend",
+    "PreparedAttention",
+    "PreparedMerge",
+    "append",
+    "merge_partials",
+    "partial_attention",
+    "workspace_numel",
+]

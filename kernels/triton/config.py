@@ -135,10 +135,12 @@ def max_splits(num_programs: int, device: torch.device, over_pcie: bool) -> int:
     return max(1, max_programs(device, over_pcie) // max(1, num_programs))
 
 
-def num_tiles_per_split(num_tiles: int, splits: int) -> int:
-    """Tiles of one split, for at most `splits` of them; what is short is not cut."""
-    splits = min(splits, -(-num_tiles // _TILES_WORTH_A_SPLIT))
-    return -(-num_tiles // max(1, splits))
+def cut(num_listed: int, block_n: int, most_splits: int) -> tuple[int, int]:
+    """Tiles of one split, and the splits that so many keys take; what is short is not cut."""
+    num_tiles = -(-num_listed // block_n)
+    splits = min(most_splits, -(-num_tiles // _TILES_WORTH_A_SPLIT))
+    tiles_per_split = -(-num_tiles // max(1, splits))
+    return tiles_per_split, -(-num_tiles // tiles_per_split)
 
 
 def is_shared(key: Tensor, value: Tensor) -> bool:

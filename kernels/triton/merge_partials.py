@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 import triton
 from sparsekv.errors import LayoutError
 from sparsekv.kernels.reference.merge_partials import merge_partials as reference_merge
+from sparsekv.kernels.triton.launch import Launch
 from sparsekv.kernels.triton.memory import check_home, check_readable, check_result, launching_on
 from sparsekv.kernels.triton.merge_kernel import merge_kernel
 
@@ -66,6 +68,44 @@ def merge_partials(
     return out, lse
 
 
+class PreparedMerge:
+    """Calls of `merge_partials` with the same tensors, of which only the contents change.
+
+    Checked and compiled once; a launch takes a few microseconds of Python.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Tensor, Tensor]],
+        attn_sink: Tensor | None = None,
+        *,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Compile; nothing is launched. Arguments as there: contiguous, at most 8 parts.
+
+        Raises:
+            LayoutError: a rule is broken.
+        """
+        check_home("out", out)
+        _check_parts(parts, attn_sink, out)
+        check_result("lse", lse, tuple(out.shape[:-1]), torch.float32)
+        tensors = [tensor for part in parts for tensor in part] + [out]
+        if not 0 < len(parts) <= MAX_PARTS or not all(t.is_contiguous() for t in tensors):
+            raise LayoutError(
+                f"{len(parts)} parts: must be 1 to {MAX_PARTS}, contiguous as `out` is; merge in "
+                "several steps"
+            )
+        outs, lses = zip(*parts, strict=True)
+        arguments = merge_arguments(outs, lses, None, None, 0, attn_sink, out, lse)
+        self._launch = Launch(merge_kernel, *arguments, out.device)
+        self._width = lse.numel()
+
+    def __call__(self) -> None:
+        """Launch, on the current stream of the device."""
+        self._launch(self._width)
+
+
 def launch_merge(
     outs: tuple[Tensor, ...],
     lses: tuple[Tensor, ...],
@@ -79,24 +119,43 @@ def launch_merge(
     """Launch the kernel; everything is contiguous, and checked."""
     if not lse.numel():
         return
-    head_dim_v = out.shape[-1]
+    arguments, options = merge_arguments(
+        outs, lses, split_out, split_lse, num_splits, attn_sink, out, lse
+    )
     with launching_on(out.device):
-        merge_kernel[(lse.numel(),)](
-            outs,
-            lses,
-            split_out,
-            split_lse,
-            num_splits,
-            lse.numel(),
-            None if attn_sink is None else attn_sink.contiguous(),
-            out,
-            lse,
-            prod(out.shape[2:-1]),
-            out.shape[1] if out.dim() > 2 else 1,
-            HEAD_DIM_V=head_dim_v,
-            BLOCK_V=triton.next_power_of_2(max(head_dim_v, 1)),
-            num_warps=1 if head_dim_v <= 128 else 4,
-        )
+        merge_kernel[(lse.numel(),)](*arguments, **options)
+
+
+def merge_arguments(
+    outs: tuple[Tensor, ...],
+    lses: tuple[Tensor, ...],
+    split_out: Tensor | None,
+    split_lse: Tensor | None,
+    num_splits: int,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[list[Any], dict[str, Any]]:
+    """What the kernel takes in order, and by name; one program for each number of `lse`."""
+    head_dim_v = out.shape[-1]
+    arguments = [
+        outs,
+        lses,
+        split_out,
+        split_lse,
+        num_splits,
+        lse.numel(),
+        None if attn_sink is None else attn_sink.contiguous(),
+        out,
+        lse,
+        prod(out.shape[2:-1]),
+        out.shape[1] if out.dim() > 2 else 1,
+    ]
+    return arguments, {
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_V": triton.next_power_of_2(max(head_dim_v, 1)),
+        "num_warps": 1 if head_dim_v <= 128 else 4,
+    }
 
 
 def _check_parts(

@@ -1,14 +1,19 @@
 """Partial attention by Triton, on keys and values where they lie: HBM or registered host memory."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparsekv.errors import LayoutError
 from sparsekv.kernels import torch_ops
 from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.triton import checks, config
+from sparsekv.kernels.triton.arguments import (
+    cut_workspace,
+    kernel_arguments,
+    num_row_programs,
+    tiling_and_splits,
+)
 from sparsekv.kernels.triton.attention_kernel import attention_kernel
 from sparsekv.kernels.triton.memory import launching_on
 from sparsekv.kernels.triton.merge_partials import launch_merge
@@ -133,12 +138,6 @@ def partial_attention(
     return out, lse
 
 
-def workspace_numel(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Numbers that `workspace` takes for such a query, however many keys there are."""
-    splits = max(_tiling_and_splits(query, key, value, hiding)[1] for hiding in (False, True))
-    return splits * query[..., 0].numel() * (value.shape[-1] + 1) if splits > 1 else 0
-
-
 def _launch(
     query: Tensor,
     key: Tensor,
@@ -158,104 +157,31 @@ def _launch(
     workspace: Tensor | None,
     is_carried: bool,
 ) -> None:
-    tiling, max_splits = _tiling_and_splits(query, key, value, is_hiding)
-    batch, num_heads, num_queries, head_dim = query.shape
-    num_segments, _, num_kv_heads, tokens, _ = key.shape
-    num_rows = num_heads // num_kv_heads * num_queries
-    num_tiles = -(-num_listed // tiling.block_n)
-    tiles_per_split = config.num_tiles_per_split(num_tiles, max_splits)
-    splits = -(-num_tiles // tiles_per_split)
-    out_parts, lse_parts = out, lse
-    if splits > 1:
-        out_parts, lse_parts = _cut_workspace(workspace, splits, out, lse)
-    unit = tokens if blocks is None else blocks.block_size
-    is_aligned = num_segments == 1 or (unit % tiling.block_n == 0 and tokens % unit == 0)
-    if blocks is not None:
-        is_aligned = is_aligned and unit % tiling.block_n == 0
-    row_blocks = -(-num_rows // tiling.block_m)
-    settings = {k: v for k, v in asdict(tiling).items() if k.startswith(("first", "block"))}
-    with launching_on(query.device):
-        attention_kernel[(row_blocks * batch * num_kv_heads, splits)](
-            query,
-            key,
-            value,
-            positions,
-            row_table,
-            None if key_mask is None else key_mask.view(torch.uint8),
-            key_start,
-            None if blocks is None else blocks.indices.contiguous(),
-            None if blocks is None else blocks.num_blocks.contiguous(),
-            out_parts,
-            lse_parts,
-            out if is_carried else None,
-            lse if is_carried else None,
-            *query.stride()[:3],
-            *key.stride()[:4],
-            *value.stride()[:4],
-            0 if key_mask is None else key_mask.stride(0),
-            batch,
-            num_kv_heads,
-            num_heads // num_kv_heads,
-            num_queries,
-            tokens,
-            num_segments * tokens,
-            0 if blocks is None else blocks.indices.shape[2],
-            0 if key_mask is None else key_mask.shape[1],
-            query_start,
-            sliding_window,
-            tiles_per_split,
-            lse.numel(),
-            softmax_scale,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_V=value.shape[-1],
-            **{name.upper(): size for name, size in settings.items()},
-            BLOCK_SIZE=0 if blocks is None else blocks.block_size,
-            IS_SHARED=config.is_shared(key, value),
-            IS_ALIGNED=is_aligned,
-            IS_ONE_SEGMENT=num_segments == 1,
-            IS_ONE_QUERY=num_queries == 1,
-            IS_HIDING=is_hiding,
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
-        )
-    if splits > 1:
-        launch_merge((), (), out_parts, lse_parts, splits, None, out, lse)
-
-
-def _tiling_and_splits(
-    query: Tensor, key: Tensor, value: Tensor, is_hiding: bool
-) -> tuple[config.Tiling, int]:
-    """How such a call is cut into tiles, and its keys into splits at most."""
-    batch, num_heads, num_queries, head_dim = query.shape
-    num_kv_heads = key.shape[2]
-    num_rows = num_heads // num_kv_heads * num_queries
-    tiling = config.tiling_for(
-        head_dim,
-        value.shape[-1],
-        num_rows,
-        key.dtype,
-        config.is_shared(key, value),
-        is_hiding and num_queries > 1,
-        config.shared_memory_bytes(query.device),
+    tiling, max_splits = tiling_and_splits(query, key, value, is_hiding)
+    tiles_per_split, splits = config.cut(num_listed, tiling.block_n, max_splits)
+    parts = (out, lse) if splits == 1 else cut_workspace(workspace, splits, out, lse)
+    arguments, options = kernel_arguments(
+        query,
+        key,
+        value,
+        positions,
+        row_table,
+        key_start,
+        key_mask,
+        blocks,
+        softmax_scale,
+        query_start,
+        sliding_window,
+        is_hiding=is_hiding,
+        tiling=tiling,
+        tiles_per_split=tiles_per_split,
+        parts=parts,
+        carried=(out, lse) if is_carried else (None, None),
     )
-    num_programs = -(-num_rows // tiling.block_m) * batch * num_kv_heads
-    over_pcie = key.device != query.device
-    return tiling, config.max_splits(num_programs, query.device, over_pcie)
-
-
-def _cut_workspace(
-    workspace: Tensor | None, splits: int, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Room for out and lse of each split."""
-    size, room = splits * out.numel(), splits * (out.numel() + lse.numel())
-    if workspace is None:
-        workspace = torch.empty(room, dtype=torch.float32, device=out.device)
-    elif workspace.numel() < room:
-        raise LayoutError(
-            f"workspace of {workspace.numel()} numbers: this call takes {room}; make one of "
-            "workspace_numel numbers"
-        )
-    return workspace[:size], workspace[size:room]
+    with launching_on(query.device):
+        attention_kernel[(num_row_programs(query, key, tiling), splits)](*arguments, **options)
+    if splits > 1:
+        launch_merge((), (), *parts, splits, None, out, lse)
 
 
 def _may_stand_after(positions: Tensor, key: Tensor, query_start: int) -> bool:

@@ -422,6 +422,96 @@ def test_host_memory_that_is_not_registered_is_refused() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.parametrize("place", [on_cuda, registered])
+@pytest.mark.parametrize("name", ["qwen3", "mla", "v4"])
+def test_prepared_calls_give_the_same_bits(name: str, place: Any) -> None:
+    from sparsekv.kernels import triton as ops
+
+    case, moved = real_case(name, torch.bfloat16, batch=1, segments=12), dict[int, Tensor]()
+    key, value = place(case.key, moved), place(case.value, moved)
+    results = [
+        (
+            torch.full((*case.query.shape[:3], case.value.shape[-1]), NAN, device="cuda"),
+            torch.full(case.query.shape[:3], NAN, device="cuda"),
+        )
+        for _ in range(2)
+    ]
+    options = {
+        "workspace": torch.empty(ops.workspace_numel(case.query.cuda(), key, value), device="cuda")
+    }
+    (out, lse), (want_out, want_lse) = results
+    query = case.query.cuda()
+    window = ops.PreparedAttention(
+        query, key[:1], value[:1], case.scale, out=out, lse=lse, **options
+    )
+    older = ops.PreparedAttention(
+        query, key[:2], value[:2], case.scale, out=out, lse=lse, is_carried=True, **options
+    )
+    for tokens, first, last in ((1, 1, 3), (200, 2, 12), (256, 1, 6)):
+        query = torch.randn(case.query.shape, device="cuda").bfloat16()
+        window(query, 10**6, tokens)
+        older.attend_to(key[first:last], value[first:last])
+        older(query, 10**6)
+        for part, stop, is_carried in (
+            (slice(0, 1), tokens, False),
+            (slice(first, last), 256, True),
+        ):
+            ops.partial_attention(
+                query,
+                key[part, :, :, :stop],
+                value[part, :, :, :stop],
+                torch.zeros(part.stop - part.start, dtype=torch.int64),
+                case.scale,
+                query_start=10**6,
+                out=want_out,
+                lse=want_lse,
+                is_carried=is_carried,
+                **options,
+            )
+        assert out.isfinite().all()
+        assert torch.equal(out, want_out)
+        assert torch.equal(lse, want_lse)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_prepared_step_allocates_nothing_and_does_not_wait() -> None:
+    from sparsekv.kernels import triton as ops
+
+    case = real_case("qwen3", torch.bfloat16, batch=1, segments=1)
+    query, key, value = (t.cuda() for t in (case.query, case.key, case.value))
+    new = torch.randn(1, 4, 1, 128, device="cuda").bfloat16()
+    stored_query = torch.empty(1, 32, 1, 128).pin_memory()
+    out, lse = torch.zeros(1, 32, 1, 128, device="cuda"), torch.zeros(1, 32, 1, device="cuda")
+    other = (torch.randn(1, 32, 1, 128).pin_memory(), torch.randn(1, 32, 1).pin_memory())
+    workspace = torch.empty(ops.workspace_numel(query, key, value), device="cuda")
+    append = ops.PreparedAppend(new, new, key[0], value[0], query=query, stored_query=stored_query)
+    attend = ops.PreparedAttention(
+        query, key, value, case.scale, out=out, lse=lse, workspace=workspace
+    )
+    merge = ops.PreparedMerge([(out, lse), other], out=out, lse=lse)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for offset in (7, 8):
+            append(new, new, offset, query)
+            attend(query, offset, offset + 1)
+            merge()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    torch.cuda.synchronize()
+    assert torch.equal(stored_query, query.float().cpu())
+    assert torch.equal(key[0, :, :, 7:9], new.expand(-1, -1, 2, -1))
+    seen = (key[:, :, :, :9], value[:, :, :, :9], torch.zeros(1, dtype=torch.int64), case.scale)
+    part = ops.partial_attention(query, *seen, query_start=8)
+    want, want_lse = ops.merge_partials([part, tuple(t.cuda() for t in other)])
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@needs_cuda
 def test_a_step_allocates_nothing_and_does_not_wait() -> None:
     from sparsekv.kernels import triton as ops
 

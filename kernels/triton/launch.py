@@ -1,0 +1,100 @@
+"""A kernel compiled for one kind of arguments, and launched with little more than a call into C.
+
+Triton's own launch looks at each argument to find the compiled kernel that fits: 60 to 150 us for
+the kernels here, several times what they run in a short step.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triton.runtime import JITFunction, driver
+
+_ALIGNMENT = 16
+"""Bytes: what Triton compiles a kernel for, or not, by the address of each tensor."""
+
+
+class Launch:
+    """One kernel and its arguments, some of which change between launches.
+
+    Numbers that the kernel specializes on, and whether an address is a multiple of 16 bytes, must
+    stay as they are. The arguments are kept, and their tensors with them; not for several threads
+    at a time.
+    """
+
+    def __init__(
+        self, kernel: Any, arguments: list[Any], options: dict[str, Any], device: torch.device
+    ) -> None:
+        """Compile; nothing is launched.
+
+        Args:
+            kernel: the jitted function.
+            arguments: all that are not `tl.constexpr`, in order.
+            options: `tl.constexpr` arguments by name, and launch options.
+            device: where it is launched.
+        """
+        self._kernel, self._options, self._index = kernel, options, device.index
+        self._places = {name: place for place, name in enumerate(kernel.arg_names)}
+        self._kept = list(arguments)
+        constants = [options.get(name) for name in kernel.arg_names[len(arguments) :]]
+        self._handed = [_handed(argument) for argument in arguments] + constants
+        self._compiled: Any = None
+        if isinstance(kernel, JITFunction):  # else it is interpreted
+            self._compiled = kernel.warmup(*arguments, grid=(1,), **options)
+
+    def place(self, name: str) -> int:
+        """Of an argument, for `put` and `point`."""
+        return self._places[name]
+
+    def put(self, place: int, number: int) -> None:
+        """Change a number."""
+        self._kept[place] = self._handed[place] = number
+
+    def point(self, place: int, tensor: Tensor) -> None:
+        """Change a tensor, of the same dtype and alignment."""
+        self._kept[place] = tensor
+        self._handed[place] = tensor.data_ptr()
+
+    def __call__(self, width: int, height: int = 1) -> None:
+        """Launch so many programs, on the current stream of the device."""
+        if self._compiled is None:
+            self._kernel[(width, height)](*self._kept, **self._options)
+            return
+        active = driver.active
+        if active.get_current_device() != self._index:
+            with torch.cuda.device(self._index):
+                self._run(active, width, height)
+        else:
+            self._run(active, width, height)
+
+    def _run(self, active: Any, width: int, height: int) -> None:
+        compiled = self._compiled
+        compiled.run(
+            width,
+            height,
+            1,
+            active.get_current_stream(self._index),
+            compiled.function,
+            compiled.packed_metadata,
+            None,  # of the hooks that follow
+            None,
+            None,
+            *self._handed,
+        )
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether it begins where Triton compiles for aligned memory."""
+    return tensor.data_ptr() % _ALIGNMENT == 0
+
+
+def kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """All that checks and compilation depend on, of a tensor whose address changes."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_aligned(tensor)
+
+
+def _handed(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return tuple(_handed(item) for item in argument)
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument
