@@ -134,6 +134,7 @@ def kernel_arguments(
         "IS_ALIGNED": is_aligned,
         "IS_ONE_SEGMENT": num_segments == 1,
         "IS_ONE_QUERY": num_queries == 1,
+        "IS_EXACT": config.is_exact(num_queries, value.dtype, tiling),
         "IS_HIDING": is_hiding,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,

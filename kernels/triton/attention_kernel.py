@@ -46,22 +46,26 @@ def _load_columns(pointers, is_wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _add_values(sums, weights, values, is_seen, CAREFUL: tl.constexpr):
-    """[M, V] sums + weights times values, untouched by values that a row does not see.
+def _add_values(
+    sums, weights, rest, values, is_seen, IS_EXACT: tl.constexpr, CAREFUL: tl.constexpr
+):
+    """[M, V] sums + (weights + rest) times values, untouched by values that a row does not see.
 
     Such a value has weight 0, but 0 * NaN is NaN. So finite values only are multiplied, and NaN is
     put where a value that the row does see is not finite. Where all rows see the same keys, those
     that they do not see were loaded as 0.
     """
+    finite = values
     if CAREFUL:
         is_finite = tl.abs(values.to(tl.float32)) < float("inf")
         finite = tl.where(is_finite, values, 0.0).to(values.dtype)
         others = tl.where(is_finite, 0.0, 1.0).to(values.dtype)
         reached = tl.dot(is_seen.to(values.dtype), others, input_precision="ieee")
-        sums = tl.dot(weights, finite, sums, input_precision="ieee")
+    sums = tl.dot(weights, finite, sums, input_precision="ieee")
+    if IS_EXACT:
+        sums = tl.dot(rest, finite, sums, input_precision="ieee")
+    if CAREFUL:
         sums = tl.where(reached > 0.0, float("nan"), sums)
-    else:
-        sums = tl.dot(weights, values, sums, input_precision="ieee")
     return sums
 
 
@@ -110,6 +114,7 @@ def _attend_tiles(
     IS_SHARED: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     IS_ONE_QUERY: tl.constexpr,
+    IS_EXACT: tl.constexpr,
     IS_HIDING: tl.constexpr,
 ):
     """The running softmax (largest score, total weight, weighted values) after some more tiles."""
@@ -192,10 +197,13 @@ def _attend_tiles(
             value_start += physical_row * value_stride_row
             value_at = value_ptr + (value_start + offset.to(tl.int64) * value_stride_token)
             values = _load_columns(value_at, is_wanted, HEAD_DIM_V, BLOCK_V)  # [N, V]
-        weights = weights.to(values.dtype)
-        sums = _add_values(
-            sums * decay[:, None], weights, values, is_seen, IS_HIDING and not IS_ONE_QUERY
-        )
+        # Matrix units take weights of the values' dtype; two of them are within 2 ** -18 of one.
+        rounded = weights.to(values.dtype)
+        rest = rounded
+        if IS_EXACT:
+            rest = (weights - rounded.to(tl.float32)).to(values.dtype)
+        careful: tl.constexpr = IS_HIDING and not IS_ONE_QUERY
+        sums = _add_values(sums * decay[:, None], rounded, rest, values, is_seen, IS_EXACT, careful)
     return top, total, sums
 
 
@@ -252,12 +260,14 @@ def attention_kernel(
     IS_ALIGNED: tl.constexpr,
     IS_ONE_SEGMENT: tl.constexpr,
     IS_ONE_QUERY: tl.constexpr,
+    IS_EXACT: tl.constexpr,
     IS_HIDING: tl.constexpr,
 ):
     """Partial attention of one program's rows and keys, stored as part `split` of out and lse.
 
     Options that are not given are None: they cost nothing. IS_ALIGNED: a tile lies within one
-    segment, and one block. IS_HIDING: the causal rule or the window may hide keys of this call.
+    segment, and one block. IS_EXACT: weights are not rounded to the dtype of the values. IS_HIDING:
+    the causal rule or the window may hide keys of this call.
     The sums begin with what `carried` holds, if it is given.
     """
     num_rows = group_size * num_queries
@@ -381,6 +391,7 @@ def attention_kernel(
                 IS_SHARED,
                 IS_ALIGNED,
                 IS_ONE_QUERY,
+                IS_EXACT,
                 part == 1,
             )
 

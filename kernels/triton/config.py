@@ -12,6 +12,9 @@ _PROGRAMS_OVER_PCIE = 64
 """Each has 64 KiB or more on their way, all of them much more than PCIe holds; other kernels find
 room beside them.
 """
+_MAX_EXACT_QUERIES = 16
+_EXACT_SUMS = 128 * 128
+"""Numbers of a program's sums: twice as many spill when weights are multiplied in two parts."""
 _SHARED_MEMORY_BYTES = 163 << 10
 """Of a program, where there is no device to ask: that of compute capability 8.0."""
 _RESERVED_BYTES = 1 << 10
@@ -141,6 +144,17 @@ def cut(num_listed: int, block_n: int, most_splits: int) -> tuple[int, int]:
     splits = min(most_splits, -(-num_tiles // _TILES_WORTH_A_SPLIT))
     tiles_per_split = -(-num_tiles // max(1, splits))
     return tiles_per_split, -(-num_tiles // tiles_per_split)
+
+
+def is_exact(num_queries: int, dtype: torch.dtype, tiling: Tiling) -> bool:
+    """Whether weights are multiplied with float32's precision, at half as many operations again.
+
+    A decode step waits for bytes and has operations to spare, and its result must not depend on
+    where keys lie. In a prompt the operations bind, and weights are rounded as is usual; so they
+    are where the sums of many rows of wide values leave no registers.
+    """
+    has_room = tiling.block_m * tiling.block_v <= _EXACT_SUMS
+    return num_queries <= _MAX_EXACT_QUERIES and has_room and dtype != torch.float32
 
 
 def is_shared(key: Tensor, value: Tensor) -> bool:

@@ -50,8 +50,6 @@ def merge_partials(
         raise LayoutError("no parts: at least one (out, lse) pair is needed to know the shape")
     if out is None and torch.float64 in (parts[0][0].dtype, parts[0][1].dtype):
         return reference_merge(parts, attn_sink)
-    while len(parts) > MAX_PARTS:
-        parts = [merge_partials(parts[:MAX_PARTS]), *parts[MAX_PARTS:]]
     on_device = [part_out for part_out, _ in parts if part_out.device.type != "cpu"]
     first = (on_device or [parts[0][0]])[0] if out is None else out
     check_home("out", first)
@@ -64,6 +62,12 @@ def merge_partials(
     check_result("lse", lse, shape[:-1], torch.float32)
     outs = tuple(part_out.contiguous() for part_out, _ in parts)
     lses = tuple(part_lse.contiguous() for _, part_lse in parts)
+    while len(outs) > MAX_PARTS:  # in float32, so that the result alone is rounded
+        merged_out = torch.empty(shape, dtype=torch.float32, device=first.device)
+        merged_lse = torch.empty_like(lse)
+        now = (outs[:MAX_PARTS], lses[:MAX_PARTS])
+        launch_merge(*now, None, None, 0, None, merged_out, merged_lse)
+        outs, lses = (merged_out, *outs[MAX_PARTS:]), (merged_lse, *lses[MAX_PARTS:])
     launch_merge(outs, lses, None, None, 0, attn_sink, out, lse)
     return out, lse
 
