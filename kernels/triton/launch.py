@@ -95,6 +95,7 @@ def kind_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _handed(argument: Any) -> Any:
+    """Addresses instead of tensors: registered host memory has the same one on the GPU."""
     if isinstance(argument, tuple):
         return tuple(_handed(item) for item in argument)
     return argument.data_ptr() if isinstance(argument, Tensor) else argument
