@@ -6,6 +6,7 @@ of what the other implementations lack, and a few quick calls of what they share
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -287,8 +288,9 @@ def test_an_append_that_does_not_fit_is_refused() -> None:
 def test_without_triton_one_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "triton", None)
-    monkeypatch.delitem(__import__("sys").modules, "sparsekv.kernels.triton", raising=False)
+    for name in [name for name in sys.modules if name.startswith("sparsekv.kernels.triton")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delattr("sparsekv.kernels.triton", raising=False)
     dispatch._triton_ops.cache_clear()
     try:
