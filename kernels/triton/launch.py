@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.triton.memory import launching_on
 from triton.runtime import JITFunction, driver
 
 _ALIGNMENT = 16
@@ -41,7 +42,8 @@ class Launch:
         self._handed = [_handed(argument) for argument in arguments] + constants
         self._compiled: Any = None
         if isinstance(kernel, JITFunction):  # else it is interpreted
-            self._compiled = kernel.warmup(*arguments, grid=(1,), **options)
+            with launching_on(device):  # Triton keeps compiled kernels by device
+                self._compiled = kernel.warmup(*arguments, grid=(1,), **options)
 
     def place(self, name: str) -> int:
         """Of an argument, for `put` and `point`."""
