@@ -118,7 +118,7 @@ def test_imports_go_down_only() -> None:
     [
         ("format/x.py", "from sparsekv.cache import InplaceKVCache"),
         ("regions/x.py", "import sparsekv.engine"),
-        ("device.py", "from sparsekv.format import KVGeometry"),
+        ("device/x.py", "from sparsekv.format import KVGeometry"),
         ("attention/x.py", "from sparsekv.transfer import stream"),
         ("attention/x.py", "from sparsekv.kernels.torch_ops import partial_attention"),
         ("engine/x.py", "from sparsekv.kernels.dispatch import partial_attention"),

@@ -2,6 +2,7 @@
 memory.
 """
 
+from sparsekv.regions.host_buffer import host_buffer
 from sparsekv.regions.layer import LayerStore, Progress
 from sparsekv.regions.ping_pong import PingPong
 from sparsekv.regions.pinned import PinnedStack
@@ -19,4 +20,5 @@ __all__ = [
     "Registrar",
     "SegmentStack",
     "Window",
+    "host_buffer",
 ]

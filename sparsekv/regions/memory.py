@@ -171,11 +171,13 @@ class Mapping:
     def unmap(self) -> None:
         """Give the addresses back, registrations first. No view may be alive.
 
-        In a forked child the range is not mapped, or is something else's by now.
+        In a forked child the range is not mapped, or is something else's by now; so it is after the
+        first call.
         """
         self.unregister()
-        if not self.is_inherited:
-            _libc.munmap(self._base, self._mapped_bytes)
+        num_bytes, self._mapped_bytes = self._mapped_bytes, 0
+        if num_bytes and not self.is_inherited:
+            _libc.munmap(self._base, num_bytes)
 
 
 def round_up(value: int, unit: int) -> int:

@@ -1,0 +1,186 @@
+"""CUDA: torch's streams and memory; the driver for what torch does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from sparsekv.device.accelerator import Accelerator
+from sparsekv.device.stream import Event, Stream
+from sparsekv.errors import CacheStateError, CapacityError, LayoutError
+
+_MEMHOSTREGISTER_PORTABLE, _MEMHOSTREGISTER_DEVICEMAP = 1, 2
+_STREAM_WAIT_VALUE_GEQ, _STREAM_WRITE_VALUE_DEFAULT = 0, 0
+
+
+class CudaAccelerator(Accelerator):
+    """One CUDA device. Registration, copies and flags use the driver, whose failures leave no error
+    for the next launch to find.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        torch.cuda.init()
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._context = ctypes.c_void_p()
+        handle = ctypes.c_int()
+        for name, *args in (
+            ("cuDeviceGet", ctypes.byref(handle), device.index),
+            ("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle),
+        ):
+            if status := getattr(self._driver, name)(*args):
+                raise LayoutError(
+                    f"device={device}: {name} failed with error {status}; check nvidia-smi"
+                )
+
+    def current_stream(self) -> Stream:
+        return CudaStream(self, torch.cuda.current_stream(self.device))
+
+    def new_stream(self) -> Stream:
+        return CudaStream(self, torch.cuda.Stream(self.device))
+
+    def register(self, address: int, num_bytes: int) -> None:
+        status = self.call(
+            "cuMemHostRegister_v2",
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(num_bytes),
+            _MEMHOSTREGISTER_PORTABLE | _MEMHOSTREGISTER_DEVICEMAP,
+        )
+        if status:
+            raise CapacityError(
+                f"registering {num_bytes} bytes of host memory with {self.device}: refused by "
+                "the driver (error "
+                f"{status}); raise the limit of locked memory (ulimit -l) or lower the pinned "
+                "share with a higher cpu_share"
+            )
+
+    def unregister(self, address: int) -> None:
+        # At exit the driver may be gone, and the registration with it.
+        self.call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def call(self, name: str, *args: object) -> int:
+        """Call the driver with this device's context, on whatever thread (a finalizer's, say).
+
+        Returns:
+            The driver's error code; 0 is success.
+        """
+        status = self._driver.cuCtxPushCurrent_v2(self._context)
+        if status:
+            return int(status)
+        try:
+            return int(getattr(self._driver, name)(*args))
+        finally:
+            self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+class CudaStream(Stream):
+    """A stream of torch's, or the caller's."""
+
+    def __init__(self, accelerator: CudaAccelerator, stream: torch.cuda.Stream) -> None:
+        super().__init__(accelerator)
+        self._call = accelerator.call
+        self._stream = stream
+        self._handle = ctypes.c_void_p(stream.cuda_stream)
+        self._host: ThreadPoolExecutor | None = None
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        if torch.cuda.current_stream(target.device) == self._stream:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            target.copy_(source)
+        self._keep(target)
+        self._keep(source)
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, torch.cuda.Event):
+            event.wait(self._stream)
+        else:
+            event.synchronize()
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+        if self._host is not None:
+            with suppress(RuntimeError):  # at exit, when its work has been waited for
+                self._host.submit(_nothing).result()
+
+    def then(self, function: Callable[[], None]) -> Event:
+        event = self.record()
+
+        def run() -> None:
+            event.synchronize()
+            function()
+
+        if self._host is None:
+            self._host = ThreadPoolExecutor(1, thread_name_prefix="sparsekv-host")
+        return _HostEvent(self._host.submit(run))
+
+    def write_flag(self, flag: Tensor, value: int) -> None:
+        self._enqueue(
+            "cuStreamWriteValue32_v2",
+            self._handle,
+            ctypes.c_uint64(flag.data_ptr()),
+            ctypes.c_uint32(value),
+            _STREAM_WRITE_VALUE_DEFAULT,
+        )
+
+    def wait_flag(self, flag: Tensor, value: int) -> None:
+        self._enqueue(
+            "cuStreamWaitValue32_v2",
+            self._handle,
+            ctypes.c_uint64(flag.data_ptr()),
+            ctypes.c_uint32(value),
+            _STREAM_WAIT_VALUE_GEQ,
+        )
+
+    def _to_host(self, host: Tensor, source: Tensor) -> None:
+        self._enqueue("cuMemcpyDtoHAsync_v2", *_copy_arguments(host, source), self._handle)
+        self._keep(source)
+
+    def _from_host(self, target: Tensor, host: Tensor) -> None:
+        self._enqueue("cuMemcpyHtoDAsync_v2", *_copy_arguments(target, host), self._handle)
+        self._keep(target)
+
+    def _keep(self, tensor: Tensor) -> None:
+        """Let torch not use this memory again, once it is free, before this stream is done."""
+        tensor.record_stream(self._stream)
+
+    def _enqueue(self, name: str, *args: object) -> None:
+        if status := self._call(name, *args):
+            raise CacheStateError(
+                f"{name} on {self._accelerator.device} failed with error {status}: the device is "
+                "out of order, or the host memory is not registered as one piece; restart the "
+                "process if other CUDA calls fail too"
+            )
+
+
+class _HostEvent:
+    """The end of a function that runs on the host."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def synchronize(self) -> None:
+        self._future.result()
+
+
+def _copy_arguments(target: Tensor, source: Tensor) -> tuple[object, ...]:
+    return (
+        ctypes.c_uint64(target.data_ptr()),
+        ctypes.c_uint64(source.data_ptr()),
+        ctypes.c_size_t(source.numel() * source.element_size()),
+    )
+
+
+def _nothing() -> None:
+    pass

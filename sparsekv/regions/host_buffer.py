@@ -1,0 +1,42 @@
+"""Small host memory that the accelerator reads and writes: flags, queries, results, segments on
+their way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsekv.device import Accelerator
+from sparsekv.regions.memory import HUGE_PAGE_BYTES, Mapping
+
+
+def host_buffer(accelerator: Accelerator, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Host memory of zeros, registered with `accelerator` as one piece; freed with the last tensor
+    on it.
+
+    Made once and kept: registering stalls the device for about a millisecond.
+
+    Raises:
+        CapacityError: the system refuses the memory or its registration.
+    """
+    num_bytes = max(math.prod(shape), 1) * dtype.itemsize
+    mapping = Mapping(num_bytes, (num_bytes, accelerator.device.type))
+    try:
+        mapping.advise_huge(num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+        mapping.register(accelerator, num_bytes)
+        buffer = (ctypes.c_char * mapping.num_bytes).from_address(mapping.address)
+        # At exit the process ends with its registrations; tensors may still be read till then.
+        weakref.finalize(buffer, mapping.unmap).atexit = False
+    except BaseException:
+        mapping.unmap()
+        raise
+    # What is made under inference_mode could never be written to outside it.
+    with torch.inference_mode(False):
+        elements = torch.frombuffer(buffer, dtype=dtype)
+    return elements[: math.prod(shape)].view(tuple(shape))

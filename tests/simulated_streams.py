@@ -1,0 +1,146 @@
+"""Simulated accelerators whose side streams are slow, each in its own way, within what events and
+flags allow: a result that depends on the way is a race.
+"""
+
+import random
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+from sparsekv.device import SimulatedAccelerator, SimulatedStream
+
+
+class LateStream(SimulatedStream):
+    """Does nothing before somebody waits for it, and then no more than is waited for."""
+
+    def __init__(self, accelerator):
+        super().__init__(accelerator)
+        self._operations = deque()
+        self._functions = deque()
+        self._num_done = self._num_called = 0
+
+    def record(self):
+        return _LateEvent(self._work, self._num_done + len(self._operations))
+
+    def synchronize(self):
+        self.record().synchronize()
+        self._call(self._num_called + len(self._functions))
+
+    def then(self, function):
+        self._functions.append((self.record(), function))
+        return _LateEvent(self._call, self._num_called + len(self._functions))
+
+    def _enqueue(self, operation):
+        self._operations.append(operation)
+
+    def _work(self, count):
+        while self._num_done < count:
+            self._operations[0]()  # stays in line if Ctrl-C strikes here
+            self._operations.popleft()
+            self._num_done += 1
+
+    def _call(self, count):
+        while self._num_called < count:
+            event, function = self._functions[0]
+            event.synchronize()
+            function()
+            self._functions.popleft()
+            self._num_called += 1
+
+
+class _LateEvent:
+    def __init__(self, reach, count):
+        self._reach = reach
+        self._count = count
+
+    def synchronize(self):
+        self._reach(self._count)
+
+
+class DelayedStream(SimulatedStream):
+    """Works on a thread of its own, each time after a random delay."""
+
+    def __init__(self, accelerator):
+        super().__init__(accelerator)
+        self._random = random.Random(accelerator.seed)
+        self._device = ThreadPoolExecutor(1)
+        self._host = ThreadPoolExecutor(1)
+        self._errors = []
+
+    def record(self):
+        return _FutureEvent(self._device.submit(int), self._errors)
+
+    def synchronize(self):
+        self.record().synchronize()
+        _FutureEvent(self._host.submit(int), self._errors).synchronize()
+
+    def then(self, function):
+        event = self.record()
+
+        def run():
+            event.synchronize()
+            self._slowly(function)
+
+        return _FutureEvent(self._host.submit(run), self._errors)
+
+    def _enqueue(self, operation):
+        self._device.submit(self._slowly, operation)
+
+    def _slowly(self, operation):
+        time.sleep(self._random.choice([0, 0, 2e-4, 2e-3]))
+        try:
+            operation()
+        except BaseException as error:
+            self._errors.append(error)
+            raise
+
+
+class _FutureEvent:
+    def __init__(self, future, errors):
+        self._future = future
+        self._errors = errors
+
+    def synchronize(self):
+        self._future.result()
+        assert not self._errors, self._errors
+
+
+class LateAccelerator(SimulatedAccelerator):
+    """Side streams do nothing before somebody waits for them."""
+
+    def new_stream(self):
+        return LateStream(self)
+
+
+class DelayedAccelerator(SimulatedAccelerator):
+    """Side streams work on threads, after random delays."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.seed = seed
+
+    def new_stream(self):
+        self.seed += 1
+        return DelayedStream(self)
+
+
+class LateCaller(SimulatedAccelerator):
+    """The caller's own stream does nothing before somebody waits for it; side streams work at
+    once.
+
+    Only operations of the stream are late: what a test does to tensors itself is not.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._current = LateStream(self)
+
+    def current_stream(self):
+        return self._current
+
+
+ACCELERATORS = {
+    "eager": SimulatedAccelerator,
+    "late": LateAccelerator,
+    "delayed": DelayedAccelerator,
+}
