@@ -7,13 +7,15 @@ region. What is placed never moves, except that `crop` into a placed segment tak
 tokens back to the window.
 
 Each layer's state changes by single assignments in an order that leaves the cache whole wherever an
-error or Ctrl-C strikes.
+error or Ctrl-C strikes. Copies go on beside the caller's work; whoever shows, moves or frees bytes
+first waits for those that concern them.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.device import open_accelerator
+from sparsekv.device import Event, open_accelerator
 from sparsekv.errors import CacheStateError, CapacityError, LayoutError
 from sparsekv.format import (
     CacheStats,
@@ -34,12 +36,20 @@ from sparsekv.format import (
     RegionStats,
     SegmentPlace,
 )
-from sparsekv.regions import LayerStore, PingPong, Progress, RegionPool, Registrar, Window
+from sparsekv.regions import (
+    LayerStore,
+    Outbox,
+    PingPong,
+    Progress,
+    RegionPool,
+    Registrar,
+    Window,
+    evict,
+)
 from sparsekv.regions.ahead import grant, release, wanted_room
 from sparsekv.regions.memory import available_bytes, check_available
 from sparsekv.regions.pace import Pace
 from sparsekv.regions.registration import RegistrationRefused
-from sparsekv.regions.stack import split_elements
 from sparsekv.roofline import ShareRouter
 
 _INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -72,6 +82,9 @@ class InplaceKVCache:
         self.accelerator = open_accelerator(device)
         self.router = ShareRouter(0.5) if router is None else router
         self.ping_pong = PingPong(self.accelerator, spec)
+        self._outbox = Outbox(self.accelerator, spec)
+        # Runs before anything of the cache is freed, and at exit while the device still works.
+        weakref.finalize(self, _finish, os.getpid(), self._outbox, self.ping_pong)
         self._pool = RegionPool() if pool is None else pool
         self._registrar = Registrar(self.accelerator)
         self._pid = os.getpid()
@@ -153,6 +166,7 @@ class InplaceKVCache:
         but what a later `crop` or `reset` frees may be written again.
         """
         layer = self._layer(layer_idx)
+        layer.settle()
         progress = layer.progress
         unpinned, pinned = layer.host_views(self._placement)
         window, parts = self._windows[layer_idx], []
@@ -165,6 +179,14 @@ class InplaceKVCache:
             value = key[..., : self.spec.geometry.value_dim] if stored is None else stored
             parts.append(KVView(key[None], value[None], torch.tensor([start + progress.fill])))
         return LayerViews(window=tuple(parts), unpinned=unpinned, pinned=pinned)
+
+    def pinned_ahead(self, layer_idx: int) -> tuple[tuple[KVView, ...], Event | None]:
+        """The pinned views of a layer, before `views` is asked for them, and the event after which
+        their bytes are there; None: they are.
+        """
+        layer = self._layer(layer_idx)
+        _, pinned = layer.host_views(self._placement)
+        return pinned, None if layer.arrival is None else layer.arrival.copied
 
     def stats(self) -> CacheStats:
         """Tokens and bytes of each region."""
@@ -226,7 +248,7 @@ class InplaceKVCache:
         """Add new tokens to a layer.
 
         Tokens that fit into the window are copied there; more are kept by reference, and must not
-        be written to, until `flush` (or the next `append`, which flushes first).
+        be written to, until the next `append` or `views` of this layer after `flush`.
 
         Args:
             key: (batch, num_kv_heads, tokens, head_dim) on `device`, of the geometry's dtype.
@@ -237,6 +259,7 @@ class InplaceKVCache:
             CapacityError: over `max_tokens`, or over the machine's memory.
         """
         layer = self._layer(layer_idx)
+        layer.settle()
         self.spec.geometry.check_tokens(key, value, self.batch_size, self.device)
         self._check_capacity(layer_idx, key.shape[2])
         if key.shape[2] == 0:
@@ -270,49 +293,18 @@ class InplaceKVCache:
             layer.progress = Progress(progress.num_segments, progress.fill + key.shape[2])
 
     def _evict(self, layer: LayerStore, window: Window, num_windows: int) -> None:
-        """Place the segments of the next `num_windows` windows full of tokens: those of the window,
-        completed by pending ones, then pending ones alone.
-        """
-        progress, segment_size = layer.progress, self.spec.segment_tokens
-        first, num_new = progress.num_segments, num_windows * self.spec.segments_per_window
-        num_own = self.spec.segments_per_window if progress.fill else 0
-        taken = self.spec.window_size - progress.fill
+        first = layer.progress.num_segments
+        end = first + num_windows * self.spec.segments_per_window
         layer.trim(self._placement)  # what Ctrl-C may have left of an earlier step
         try:
-            self._decide(first + num_new)
-            placed = self._placement.places[first : first + num_new]
-            regions: list[str] = [place.region for place in placed]
-            slots = {name: len(stack) for name, stack in layer.stacks.items()}
-            for name, stack in layer.stacks.items():
-                stack.push(regions.count(name), self.batch_size)
-            if num_own and taken:
-                window.write(progress.fill, *_narrow(progress.pending, 0, taken))
-            for i, name in enumerate(regions):
-                target = layer.stacks[name].segment(slots[name])
-                slots[name] += 1
-                if i < num_own:
-                    self.accelerator.copy_to_host(target, window.elements[i])
-                else:
-                    start = i * segment_size - progress.fill
-                    self._copy_segment(target, *_narrow(progress.pending, start, segment_size))
+            self._decide(end)
+            names = [place.region for place in self._placement.places[first:end]]
+            progress = evict(layer, window, self._outbox, names)
         except BaseException:
             layer.trim(self._placement)
             self._forget_unreached()
             raise
-        used = num_windows * self.spec.window_size - progress.fill
-        rest = progress.num_pending - used
-        pending = _narrow(progress.pending, used, rest) if rest else None
-        layer.progress = Progress(first + num_new, 0, pending)
-
-    def _copy_segment(self, target: Tensor, key: Tensor, value: Tensor | None) -> None:
-        """Copy one segment's keys and values into a slot (rows, num_kv_heads, segment_size *
-        elements).
-        """
-        geometry, segment_size = self.spec.geometry, self.spec.segment_tokens
-        target_key, target_value = split_elements(target, geometry, segment_size)
-        self.accelerator.copy_to_host(target_key, key)
-        if value is not None:
-            self.accelerator.copy_to_host(target_value, value)
+        layer.progress = progress
 
     def _decide(self, num_segments: int) -> None:
         """Extend the placement table to `num_segments`; the first layer to get there decides for
@@ -432,6 +424,7 @@ class InplaceKVCache:
         windows = list(self._windows)
         for layer_idx in layer_indices:
             self.flush(layer_idx)
+        self.settle()
         for layer_idx in layer_indices:
             layer = self._layers[layer_idx]
             if kept and layer.progress.num_segments > num_segments:
@@ -489,6 +482,7 @@ class InplaceKVCache:
             raise CacheStateError(self._incomplete_message())
         for layer_idx in range(len(self._layers)):
             self.flush(layer_idx)
+        self.settle()
         self._forget_unreached()
         placement, windows = self._placement.select_rows(indices), self._new_windows(len(indices))
         chosen = indices.to(self.device)
@@ -531,7 +525,13 @@ class InplaceKVCache:
         comes.
         """
         self._check_usable()
+        self.settle()
         self._start(self.spec.batch_size)
+
+    def settle(self) -> None:
+        """Return when no copy to or from host memory is under way."""
+        self._outbox.synchronize()
+        self.ping_pong.synchronize()
 
     def reserve(self, num_tokens: int, prompt_tokens: int = 0) -> None:
         """Take addresses for sequences of `num_tokens`, and make sure that the machine can hold
@@ -566,6 +566,7 @@ class InplaceKVCache:
         raises `reason`.
         """
         self._closed = reason
+        _finish(self._pid, self._outbox, self.ping_pong)
         self._layers = []
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -575,6 +576,7 @@ class InplaceKVCache:
         from sparsekv.archive import save_cache
 
         self._check_usable()
+        self.settle()
         save_cache(self, Path(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -588,11 +590,13 @@ class InplaceKVCache:
         from sparsekv.archive import load_cache
 
         self._check_usable()
+        self.settle()
         load_cache(self, Path(path))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InplaceKVCache:
         """An independent cache with the same tokens in the same regions."""
         self._check_usable()
+        self.settle()
         other = InplaceKVCache(self.spec, self.device, copy.copy(self.router), pool=self._pool)
         memo[id(self)] = other
         other._placement = self._placement.copy()
@@ -680,10 +684,9 @@ class InplaceKVCache:
         )
 
 
-def _narrow(
-    pending: tuple[Tensor, Tensor | None] | None, start: int, length: int
-) -> tuple[Tensor, Tensor | None]:
-    """Tokens `start` to `start + length` of pending keys and values."""
-    assert pending is not None
-    key, value = pending
-    return key.narrow(2, start, length), None if value is None else value.narrow(2, start, length)
+def _finish(pid: int, outbox: Outbox, ping_pong: PingPong) -> None:
+    # A forked child does not have the streams. What the host has still to put in place it keeps
+    # alive itself, and must not be waited for: this may run on its own thread.
+    if os.getpid() == pid:
+        outbox.stream.synchronize()
+        ping_pong.synchronize()

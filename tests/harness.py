@@ -1,15 +1,19 @@
 """What the cache tests share: a dense twin, reading back through row tables, injected faults."""
 
+import contextlib
+import functools
 import linecache
 import sys
+import weakref
 from pathlib import Path
 
+import pytest
 import torch
 
 import sparsekv
 import sparsekv.cache as cache_module
 from sparsekv.cache import InplaceKVCache
-from sparsekv.device import SimulatedAccelerator
+from sparsekv.device import SimulatedAccelerator, SimulatedStream
 from sparsekv.format import KVGeometry, PartitionSpec
 from sparsekv.roofline import ShareRouter
 
@@ -155,46 +159,80 @@ def mappings(cache):
 
 
 class FaultyAccelerator(SimulatedAccelerator):
-    """A simulated accelerator with poisoned memory, whose n-th operation from now raises."""
+    """A simulated accelerator with poisoned memory, whose n-th operation from now raises.
 
-    def __init__(self):
+    Operations of streams fail when they are enqueued, as a driver refuses them.
+    """
+
+    def __init__(self, stream_type=SimulatedStream):
         super().__init__()
         self.countdown = None
         self.error = None
         self.num_operations = 0
+        self._stream_type = _faulty(stream_type)
 
     def fail(self, countdown, error):
         self.countdown, self.error, self.num_operations = countdown, error, 0
 
-    def _tick(self):
+    def tick(self):
         self.num_operations += 1
         if self.countdown is not None and self.num_operations == self.countdown:
             raise self.error
 
+    def new_stream(self):
+        return self._stream_type(self)
+
+    def current_stream(self):
+        return _faulty(SimulatedStream)(self)
+
     def empty(self, shape, dtype):
-        self._tick()
+        self.tick()
         return super().empty(shape, dtype).fill_(torch.nan)
 
     def copy_to_host(self, host, source):
-        self._tick()
-        half = source.shape[0] // 2  # a copy may fail half-way
-        host[:half].copy_(source[:half])
+        self.tick()
         super().copy_to_host(host, source)
 
     def copy_from_host(self, target, host):
-        self._tick()
+        self.tick()
         super().copy_from_host(target, host)
 
     def register(self, address, num_bytes):
-        self._tick()
+        self.tick()
         super().register(address, num_bytes)
 
 
-def build_faulty(monkeypatch, spec_=None, share=0.5):
-    monkeypatch.setattr(cache_module, "open_accelerator", lambda device: FaultyAccelerator())
-    cache = build(spec_, share)
-    monkeypatch.undo()
-    return cache
+@functools.cache
+def _faulty(stream_type):
+    class FaultyStream(stream_type):
+        def copy(self, target, source):
+            half = source.shape[0] // 2  # a copy may fail half-way
+            super().copy(target[:half], source[:half])
+            self._accelerator.tick()
+            super().copy(target, source)
+
+        def record(self):
+            self._accelerator.tick()
+            return super().record()
+
+        def then(self, function):
+            self._accelerator.tick()
+            return super().then(function)
+
+    return FaultyStream
+
+
+@contextlib.contextmanager
+def accelerators(make):
+    """Caches made meanwhile get their accelerator from `make`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "open_accelerator", lambda device: make())
+        yield
+
+
+def build_faulty(spec_=None, share=0.5, stream_type=SimulatedStream):
+    with accelerators(lambda: FaultyAccelerator(stream_type)):
+        return build(spec_, share)
 
 
 class _Interrupt:
@@ -206,8 +244,7 @@ class _Interrupt:
 
     def __call__(self, frame, event, arg):
         code = frame.f_code
-        # A finalizer may run at any line; what Python raises there nobody sees.
-        if not code.co_filename.startswith(PACKAGE) or code.co_name == "_take_back":
+        if not code.co_filename.startswith(PACKAGE) or _is_finalizing(frame):
             return None
         # Python itself sees to it that a lock once taken is released; a tracer would not.
         if event == "line" and "with self._lock" not in linecache.getline(
@@ -217,6 +254,13 @@ class _Interrupt:
             if self.num_lines == self.at_line:
                 raise KeyboardInterrupt
         return self
+
+
+def _is_finalizing(frame):
+    """A finalizer may run at any line; what Python raises there nobody sees."""
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == weakref.__file__
 
 
 def interrupt(at_line, function):

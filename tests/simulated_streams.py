@@ -3,11 +3,14 @@ flags allow: a result that depends on the way is a race.
 """
 
 import random
+import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from sparsekv.device import SimulatedAccelerator, SimulatedStream
+
+_DEVICE = "simulated-device"
 
 
 class LateStream(SimulatedStream):
@@ -24,7 +27,6 @@ class LateStream(SimulatedStream):
 
     def synchronize(self):
         self.record().synchronize()
-        self._call(self._num_called + len(self._functions))
 
     def then(self, function):
         self._functions.append((self.record(), function))
@@ -63,16 +65,19 @@ class DelayedStream(SimulatedStream):
     def __init__(self, accelerator):
         super().__init__(accelerator)
         self._random = random.Random(accelerator.seed)
-        self._device = ThreadPoolExecutor(1)
+        self._device = ThreadPoolExecutor(1, thread_name_prefix=_DEVICE)
         self._host = ThreadPoolExecutor(1)
         self._errors = []
+        self._last = self._device.submit(int)
 
     def record(self):
-        return _FutureEvent(self._device.submit(int), self._errors)
+        return _FutureEvent(self._last, self._errors)
 
     def synchronize(self):
-        self.record().synchronize()
-        _FutureEvent(self._host.submit(int), self._errors).synchronize()
+        # A finalizer may run on this thread, which cannot wait for itself; what is not done yet
+        # keeps its tensors alive here.
+        if not threading.current_thread().name.startswith(_DEVICE):
+            self.record().synchronize()
 
     def then(self, function):
         event = self.record()
@@ -84,7 +89,7 @@ class DelayedStream(SimulatedStream):
         return _FutureEvent(self._host.submit(run), self._errors)
 
     def _enqueue(self, operation):
-        self._device.submit(self._slowly, operation)
+        self._last = self._device.submit(self._slowly, operation)
 
     def _slowly(self, operation):
         time.sleep(self._random.choice([0, 0, 2e-4, 2e-3]))
@@ -122,6 +127,20 @@ class DelayedAccelerator(SimulatedAccelerator):
     def new_stream(self):
         self.seed += 1
         return DelayedStream(self)
+
+
+class LateOutbox(SimulatedAccelerator):
+    """Of a cache's streams, the one in works at once, and the one out does nothing before somebody
+    waits for it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._num_streams = 0
+
+    def new_stream(self):
+        self._num_streams += 1
+        return SimulatedStream(self) if self._num_streams == 1 else LateStream(self)
 
 
 class LateCaller(SimulatedAccelerator):

@@ -16,7 +16,9 @@ from harness import (
     same_bits,
     spec,
 )
+from simulated_streams import LateStream
 
+from sparsekv.device import SimulatedStream
 from sparsekv.errors import CacheStateError, CapacityError, LayoutError
 
 LATENTS = geometry(num_kv_heads=1, head_dim=9, head_dim_v=8, shared_kv=True)
@@ -196,13 +198,19 @@ class Disk(Exception):
 
 @pytest.mark.parametrize("pending", [False, True], ids=["flushed", "pending"])
 @pytest.mark.parametrize(
-    "error", [Disk("lost"), KeyboardInterrupt(), CapacityError("full")], ids=str
+    ("error", "stream_type"),
+    [
+        (Disk("lost"), SimulatedStream),
+        (KeyboardInterrupt(), SimulatedStream),
+        (CapacityError("full"), LateStream),
+    ],
+    ids=["lost", "Ctrl-C", "full, late"],
 )
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_that_fails_at_any_copy_changes_nothing(monkeypatch, name, error, pending):
+def test_an_operation_that_fails_at_any_copy_changes_nothing(stream_type, name, error, pending):
     """Each allocation, copy and registration fails in turn; then the operation is done again."""
-    for countdown in range(1, 60):
-        cache = build_faulty(monkeypatch, spec(window_size=4), share=0.5)
+    for countdown in range(1, 120):
+        cache = build_faulty(spec(window_size=4), 0.5, stream_type)
         twin = Twin(cache)
         twin.append(11)
         if pending:

@@ -91,7 +91,8 @@ def test_registered_bytes_are_the_placed_bytes():
         cache.append(layer_idx, new, new)
         cache.flush(layer_idx)
     asked = sum(layer.stacks["pinned"].used_bytes for layer in cache._layers)
-    assert 0 < asked <= sum(cache.accelerator.registered.values()) <= 1.05 * asked
+    ends = [m.registration_ends[-1] for m in mappings(cache) if m.registration_ends]
+    assert 0 < asked <= sum(ends) <= 1.05 * asked
 
 
 @given(st.lists(st.integers(1, 3 << 20), min_size=1, max_size=12))
@@ -243,7 +244,7 @@ def test_a_pool_gives_the_next_cache_the_same_registered_mappings():
     twin.check()
     again = {mapping.address: list(mapping.registration_ends) for mapping in mappings(second)}
     assert again == addresses
-    assert not second.accelerator.registered, "registered again"
+    assert not addresses.keys() & second.accelerator.registered.keys(), "registered again"
     assert pool.idle_bytes() == 0
 
 

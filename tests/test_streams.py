@@ -135,8 +135,7 @@ def test_functions_are_called_in_turn_after_the_work_before_them(accelerator):
         last = stream.then(lambda i=i: seen.append((i, host[i].item())))
     last.synchronize()
     assert seen == [(i, float(i)) for i in range(10)]
-    stream.then(lambda: seen.append("more"))
-    stream.synchronize()
+    stream.then(lambda: seen.append("more")).synchronize()
     assert seen[10:] == ["more"]
 
 

@@ -7,13 +7,14 @@ operation or make it fail.
 
 from sparsekv.device.accelerator import Accelerator
 from sparsekv.device.choice import open_accelerator
-from sparsekv.device.cuda import CudaAccelerator
+from sparsekv.device.cuda import CudaAccelerator, CudaStream
 from sparsekv.device.simulated import SimulatedAccelerator, SimulatedStream
 from sparsekv.device.stream import Event, Stream
 
 __all__ = [
     "Accelerator",
     "CudaAccelerator",
+    "CudaStream",
     "Event",
     "SimulatedAccelerator",
     "SimulatedStream",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -110,9 +109,6 @@ class CudaStream(Stream):
 
     def synchronize(self) -> None:
         self._stream.synchronize()
-        if self._host is not None:
-            with suppress(RuntimeError):  # at exit, when its work has been waited for
-                self._host.submit(_nothing).result()
 
     def then(self, function: Callable[[], None]) -> Event:
         event = self.record()
@@ -180,7 +176,3 @@ def _copy_arguments(target: Tensor, source: Tensor) -> tuple[object, ...]:
         ctypes.c_uint64(source.data_ptr()),
         ctypes.c_size_t(source.numel() * source.element_size()),
     )
-
-
-def _nothing() -> None:
-    pass

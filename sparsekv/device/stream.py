@@ -63,13 +63,14 @@ class Stream(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return when all work so far is done, functions of `then` included."""
+        """Return when all work so far is done; functions of `then` may still run."""
 
     @abstractmethod
     def then(self, function: Callable[[], None]) -> Event:
         """Call a function on the host when all work so far is done, and after earlier ones.
 
-        The stream goes on meanwhile. The function may run on another thread, and may not raise.
+        The stream goes on meanwhile. The function may run on another thread, and may not raise. It
+        keeps what it refers to alive until then.
         """
 
     @abstractmethod

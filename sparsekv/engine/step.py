@@ -1,4 +1,4 @@
-"""One layer's attention in one step, in its plain synchronous form."""
+"""One layer's attention in one step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def attend(
         LayoutError: the query does not match the cache.
         CapacityError: full segments found no memory; attention was computed, nothing is lost.
     """
-    load = partial(stream, cache.ping_pong)
+    # The next layer's first chunks are copied while this one's experts compute; after the last
+    # layer comes the first one of the next step.
+    upcoming, after = cache.pinned_ahead((layer_idx + 1) % cache.spec.geometry.num_layers)
+    load = partial(stream, cache.ping_pong, upcoming=upcoming, after=after)
     views = cache.views(layer_idx)
     out, _ = split_attention(query, views, softmax_scale, key_mask=key_mask, mask=mask, load=load)
     cache.flush(layer_idx)

@@ -1,9 +1,11 @@
 """Where bytes live: the window and the ping-pong buffers on the accelerator, the two stacks in host
-memory.
+memory; and the way between them.
 """
 
+from sparsekv.regions.eviction import evict
 from sparsekv.regions.host_buffer import host_buffer
 from sparsekv.regions.layer import LayerStore, Progress
+from sparsekv.regions.outbox import Outbox
 from sparsekv.regions.ping_pong import PingPong
 from sparsekv.regions.pinned import PinnedStack
 from sparsekv.regions.pool import RegionPool
@@ -13,6 +15,7 @@ from sparsekv.regions.window import Window
 
 __all__ = [
     "LayerStore",
+    "Outbox",
     "PingPong",
     "PinnedStack",
     "Progress",
@@ -20,5 +23,6 @@ __all__ = [
     "Registrar",
     "SegmentStack",
     "Window",
+    "evict",
     "host_buffer",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparsekv.format import KVView, PartitionSpec, Placement
+from sparsekv.regions.outbox import Arrival
 from sparsekv.regions.pace import Pace
 from sparsekv.regions.pinned import PinnedStack
 from sparsekv.regions.pool import RegionPool
@@ -33,6 +34,13 @@ class Progress:
     def num_pending(self) -> int:
         return 0 if self.pending is None else self.pending[0].shape[2]
 
+    def narrow(self, start: int, length: int) -> tuple[Tensor, Tensor | None]:
+        """Pending keys and values `start` to `start + length`."""
+        assert self.pending is not None
+        key, value = self.pending
+        value = None if value is None else value.narrow(2, start, length)
+        return key.narrow(2, start, length), value
+
 
 class LayerStore:
     """The host regions of one layer, and how far it has got."""
@@ -48,6 +56,8 @@ class LayerStore:
         self.progress = Progress()
         self.pace: Pace | None = None
         """What is registered ahead while the present window fills; the cache decides."""
+        self.arrival: Arrival | None = None
+        """When the segments placed last will lie in their slots; None: all do."""
         self._shown: tuple[Placement, int, HostViews] | None = None
 
     @property
@@ -60,6 +70,12 @@ class LayerStore:
         """Pinned segments that are decided and that this layer has not placed yet."""
         places = placement.places[self.progress.num_segments :]
         return sum(place.region == "pinned" for place in places)
+
+    def settle(self) -> None:
+        """Return when every placed segment lies in its slot."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+            self.arrival = None
 
     def host_views(self, placement: Placement) -> HostViews:
         """Zero-copy views of both stacks, made again only when something has changed."""

@@ -4,11 +4,39 @@ Copies only.
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from sparsekv.device import Accelerator
+from sparsekv.device import Accelerator, Event
 from sparsekv.format import KVView, PartitionSpec
 from sparsekv.regions.stack import split_elements
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some consecutive slots of a layer's pinned region."""
+
+    owner: tuple[KVView, ...]
+    """The views that it is a part of: another tuple as soon as the layer has changed."""
+    index: int
+    """Its number among theirs."""
+    view: KVView
+    after: Event | None
+    """When its bytes are in host memory; None: they are."""
+
+    def is_same(self, other: Chunk) -> bool:
+        """Whether both name the same bytes."""
+        return self.owner is other.owner and self.index == other.index
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    chunk: Chunk
+    view: KVView
+    buffer_idx: int
+    ready: Event
 
 
 class PingPong:
@@ -18,8 +46,10 @@ class PingPong:
 
     def __init__(self, accelerator: Accelerator, spec: PartitionSpec) -> None:
         self._accelerator = accelerator
+        self._stream = accelerator.new_stream()
         self._spec = spec
         self._buffers: tuple[Tensor, Tensor] | None = None
+        self._ahead: deque[_Loaded] = deque()
 
     @property
     def num_bytes(self) -> int:
@@ -31,31 +61,65 @@ class PingPong:
         """Segments that one buffer holds."""
         return self._spec.ping_pong_tokens // self._spec.segment_tokens
 
-    def load(self, turn: int, view: KVView) -> KVView:
-        """Copy a chunk of whole segments into buffer `turn` % 2, which must have no reader left.
+    def take(self, chunk: Chunk) -> KVView:
+        """The chunk on the accelerator, for work that is enqueued on the caller's stream before the
+        next chunk is loaded or taken.
+        """
+        loaded = None
+        while loaded is None or not loaded.chunk.is_same(chunk):
+            if not self._ahead:
+                self.load(chunk)
+            loaded = self._ahead.popleft()  # what was loaded for a past that has changed goes too
+        self._accelerator.current_stream().wait(loaded.ready)
+        return loaded.view
+
+    def load(self, chunk: Chunk) -> None:
+        """Begin to copy a chunk into a buffer, once the caller's work so far is done with it.
+
+        Chunks are taken in the order in which they are loaded. Nothing to do where it is loaded
+        already.
 
         Args:
-            view: at most `segments_per_chunk` consecutive slots of a host region.
-        Returns:
-            The same view on the accelerator, valid until that buffer is loaded again.
+            chunk: at most `segments_per_chunk` slots.
         """
+        if any(loaded.chunk.is_same(chunk) for loaded in self._ahead):
+            return
+        if len(self._ahead) == 2:
+            self._ahead.popleft()
+        in_use = {loaded.buffer_idx for loaded in self._ahead}
+        buffer_idx = 1 if 0 in in_use else 0
+        view, target, host = self._place(chunk.view, buffer_idx)
+        self._stream.wait(self._accelerator.current_stream().record())
+        if chunk.after is not None:
+            self._stream.wait(chunk.after)
+        self._stream.copy_from_host(target, host)
+        self._ahead.append(_Loaded(chunk, view, buffer_idx, self._stream.record()))
+
+    def synchronize(self) -> None:
+        """Return when nothing is being loaded."""
+        self._stream.synchronize()
+
+    def _place(self, view: KVView, buffer_idx: int) -> tuple[KVView, Tensor, Tensor]:
+        """The view as it will be on the accelerator, and what is copied to where."""
         geometry, segment_size = self._spec.geometry, self._spec.segment_tokens
         num_segments, rows, heads = view.key.shape[:3]
         # A slot starts with its first key, so the keys' view gives the whole slot: one contiguous
         # copy each.
         per_slot = rows * heads * segment_size * geometry.elements_per_token
         host = view.key.as_strided((num_segments, per_slot), (view.key.stride(0), 1))
-        target = self._buffer(turn % 2, rows)[:num_segments, :per_slot]
-        self._accelerator.copy_from_host(target, host)
+        target = self._buffer(buffer_idx, rows)[: num_segments * per_slot].view(-1, per_slot)
         elements = target.unflatten(1, (rows, heads, segment_size * geometry.elements_per_token))
         key, value = split_elements(elements, geometry, segment_size)
-        return KVView(key, value, view.positions, view.row_table)
+        return KVView(key, value, view.positions, view.row_table), target, host
 
     def _buffer(self, index: int, rows: int) -> Tensor:
         geometry, spec = self._spec.geometry, self._spec
         per_slot = rows * geometry.num_kv_heads * spec.segment_tokens * geometry.elements_per_token
-        if self._buffers is None or self._buffers[0].shape[1] < per_slot:
-            shape = (self.segments_per_chunk, per_slot)
+        num_elements = self.segments_per_chunk * per_slot
+        if self._buffers is None or self._buffers[0].numel() < num_elements:
             empty = self._accelerator.empty
-            self._buffers = (empty(shape, geometry.dtype), empty(shape, geometry.dtype))
+            self._buffers = (
+                empty((num_elements,), geometry.dtype),
+                empty((num_elements,), geometry.dtype),
+            )
         return self._buffers[index]

@@ -119,11 +119,23 @@ class SegmentStack:
         """(rows, num_kv_heads, segment_size * elements) view of one slot: each row and head is one
         run of keys, then values.
         """
+        (run,) = self.slots(slot, 1)
+        return run[0]
+
+    def slots(self, first: int, count: int) -> list[Tensor]:
+        """(segments, rows, num_kv_heads, segment_size * elements) views of `count` slots from
+        `first` on, in order, as few as there can be.
+        """
+        views = []
         for run in self._runs:
-            if slot < run.count:
-                return self._elements(run)[slot]
-            slot -= run.count
-        raise IndexError(slot)
+            if count and first < run.count:
+                taken = min(run.count - first, count)
+                views.append(self._elements(run)[first : first + taken])
+                first, count = 0, count - taken
+            else:
+                first -= run.count
+        assert not count, f"{count} slots beyond the end"
+        return views
 
     def runs(self) -> list[Tensor]:
         """The whole stack as (segments, rows, num_kv_heads, segment_size * elements) views, in

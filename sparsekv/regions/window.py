@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsekv.device import Accelerator
+from sparsekv.device import Accelerator, Stream
 from sparsekv.format import PartitionSpec
 from sparsekv.regions.stack import split_elements
 
@@ -13,6 +13,8 @@ class Window:
     """Accelerator memory of `window_size` tokens. How full it is, its owner knows."""
 
     def __init__(self, accelerator: Accelerator, spec: PartitionSpec, batch_size: int) -> None:
+        self._accelerator = accelerator
+        self._reader: Stream | None = None
         self._segment_size = spec.segment_tokens
         per_head = spec.segment_tokens * spec.geometry.elements_per_token
         shape = (spec.segments_per_window, batch_size, spec.geometry.num_kv_heads, per_head)
@@ -20,18 +22,28 @@ class Window:
         """(segments, rows, num_kv_heads, segment_size * elements)"""
         self.key, self.value = split_elements(self.elements, spec.geometry, spec.segment_tokens)
 
-    def write(self, start: int, key: Tensor, value: Tensor | None) -> None:
+    def leave(self, stream: Stream) -> None:
+        """Note that `stream` is about to read all of it: what is written next waits for that."""
+        self._reader = stream
+
+    def write(
+        self, start: int, key: Tensor, value: Tensor | None, stream: Stream | None = None
+    ) -> None:
         """Put tokens (batch, num_kv_heads, tokens, dim) from token `start` on; None where V is part
-        of K.
+        of K. On the caller's stream if None is given.
         """
+        stream = self._accelerator.current_stream() if stream is None else stream
+        if self._reader is not None:
+            stream.wait(self._reader.record())
+            self._reader = None
         done = 0
         while done < key.shape[2]:
             segment, first = divmod(start + done, self._segment_size)
             tokens = min(self._segment_size - first, key.shape[2] - done)
             into, taken = slice(first, first + tokens), slice(done, done + tokens)
-            self.key[segment, :, :, into].copy_(key[:, :, taken])
+            stream.copy(self.key[segment, :, :, into], key[:, :, taken])
             if value is not None:
-                self.value[segment, :, :, into].copy_(value[:, :, taken])
+                stream.copy(self.value[segment, :, :, into], value[:, :, taken])
             done += tokens
 
     def pieces(self, fill: int) -> list[tuple[int, Tensor, Tensor]]:

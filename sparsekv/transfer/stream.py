@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import islice
 
+from sparsekv.device import Event
 from sparsekv.format import KVView
 from sparsekv.regions import PingPong
+from sparsekv.regions.ping_pong import Chunk
 
 
-def stream(ping_pong: PingPong, views: Sequence[KVView]) -> Iterator[KVView]:
-    """Yield the views on the accelerator, chunk by chunk; each is valid until the second one after
-    it is asked for.
+def stream(
+    ping_pong: PingPong,
+    views: tuple[KVView, ...],
+    upcoming: tuple[KVView, ...] = (),
+    after: Event | None = None,
+) -> Iterator[KVView]:
+    """Yield the views on the accelerator, chunk by chunk; each is valid, for work on the caller's
+    stream, until the next is asked for. The next one is copied meanwhile.
+
+    Args:
+        views: what to stream, whole and in order.
+        upcoming: what will probably be streamed after it: its first two chunks are copied as soon
+            as the buffers are free.
+        after: when the bytes of `upcoming` are there; None: they are.
     """
-    turn = 0
+    line = list(_chunks(ping_pong, views, None))
+    num_chunks = len(line)
+    line += islice(_chunks(ping_pong, upcoming, after), 2)
+    for i in range(num_chunks):
+        for chunk in line[i : i + 2]:
+            ping_pong.load(chunk)
+        yield ping_pong.take(line[i])
+    for chunk in line[num_chunks:]:
+        ping_pong.load(chunk)
+
+
+def _chunks(ping_pong: PingPong, views: tuple[KVView, ...], after: Event | None) -> Iterator[Chunk]:
+    size, index = ping_pong.segments_per_chunk, 0
     for view in views:
-        for first in range(0, view.key.shape[0], ping_pong.segments_per_chunk):
-            yield ping_pong.load(turn, _slots(view, first, first + ping_pong.segments_per_chunk))
-            turn += 1
+        for first in range(0, view.key.shape[0], size):
+            yield Chunk(views, index, _slots(view, first, first + size), after)
+            index += 1
 
 
 def _slots(view: KVView, first: int, last: int) -> KVView:

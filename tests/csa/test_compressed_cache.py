@@ -238,7 +238,7 @@ def test_a_copy_shares_nothing() -> None:
 class RefusingAccelerator(harness.FaultyAccelerator):
     """Refuses every operation from the n-th on, not just that one."""
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
         self.num_operations += 1
         if self.countdown is not None and self.num_operations >= self.countdown:
             raise self.error

@@ -1,0 +1,60 @@
+"""Eviction: full windows of one layer leave the accelerator for their slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from torch import Tensor
+
+from sparsekv.regions.layer import LayerStore, Progress
+from sparsekv.regions.outbox import Outbox
+from sparsekv.regions.window import Window
+
+
+def evict(layer: LayerStore, window: Window, outbox: Outbox, names: Sequence[str]) -> Progress:
+    """Send the next full windows of a layer to new slots: first the tokens in `window`, completed
+    by pending ones, then pending ones alone.
+
+    Args:
+        names: region of each segment to place, whole windows of them.
+    Returns:
+        The layer's progress once they are placed; `layer.arrival` says when they will be there.
+    Raises:
+        CapacityError: no memory for slots. After any error the stacks must be trimmed.
+    """
+    progress, (per_window, num_rows) = layer.progress, window.elements.shape[:2]
+    window_size = per_window * window.key.shape[3]
+    firsts = {name: len(stack) for name, stack in layer.stacks.items()}
+    for name, stack in layer.stacks.items():
+        stack.push(names.count(name), num_rows)
+    if progress.fill and (missing := window_size - progress.fill):
+        window.write(progress.fill, *progress.narrow(0, missing))
+    # Made now: torch hands out memory in the order of the caller's stream.
+    staging = outbox.new_window(num_rows) if progress.num_pending >= window_size else None
+    outbox.follow()
+    for start in range(0, len(names), per_window):
+        first = start // per_window * window_size - progress.fill
+        if first < 0 or staging is None:
+            window.leave(outbox.stream)
+            source = window.elements
+        else:
+            staging.write(0, *progress.narrow(first, window_size), outbox.stream)
+            source = staging.elements
+        outbox.send(source, list(_targets(layer, names[start : start + per_window], firsts)))
+    used = len(names) // per_window * window_size - progress.fill
+    rest = progress.num_pending - used
+    layer.arrival = outbox.arrival()
+    pending = progress.narrow(used, rest) if rest else None
+    return Progress(progress.num_segments + len(names), 0, pending)
+
+
+def _targets(
+    layer: LayerStore, names: Sequence[str], firsts: dict[str, int]
+) -> Iterator[tuple[Tensor, bool]]:
+    """Slots of the next segments, in runs, and whether they are registered; counts `firsts` up."""
+    for name, group in groupby(names):
+        count = len(list(group))
+        for slots in layer.stacks[name].slots(firsts[name], count):
+            yield slots, name == "pinned"
+        firsts[name] += count

@@ -1,0 +1,122 @@
+"""The way of evicted windows from the accelerator to their slots, beside the computation.
+
+What goes to registered slots is copied there. What goes to others passes a ring of registered
+buffers, from which the host puts it in place. Copies only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from sparsekv.device import Accelerator, Event
+from sparsekv.format import PartitionSpec
+from sparsekv.regions.host_buffer import host_buffer
+from sparsekv.regions.window import Window
+
+_NUM_BOUNCES = 4
+"""Windows that may wait for the host: enough for it to work while the next ones are copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When what was sent is there."""
+
+    copied: Event
+    """It has left the accelerator: registered slots are filled."""
+    placed: Event | None
+    """The host has put the rest in its slots; None: there was none."""
+
+    def synchronize(self) -> None:
+        self.copied.synchronize()
+        if self.placed is not None:
+            self.placed.synchronize()
+
+
+@dataclass(slots=True)
+class _Bounce:
+    """Registered host memory of one window, and when it was emptied last."""
+
+    elements: Tensor
+    emptied: Event | None = None
+
+
+class Outbox:
+    """One stream out of the accelerator. Everything that was sent arrives in the order of sending,
+    also if the sender failed midway.
+    """
+
+    def __init__(self, accelerator: Accelerator, spec: PartitionSpec) -> None:
+        self.stream = accelerator.new_stream()
+        self._accelerator = accelerator
+        self._spec = spec
+        self._ring: list[_Bounce] = []
+        self._turn = 0
+        self._placed: Event | None = None
+
+    def follow(self) -> None:
+        """Let what is sent from here on wait for the caller's work so far."""
+        self.stream.wait(self._accelerator.current_stream().record())
+
+    def new_window(self, num_rows: int) -> Window:
+        """Accelerator memory to lay out segments in, on this stream, before they are sent."""
+        return Window(self._accelerator, self._spec, num_rows)
+
+    def send(self, source: Tensor, targets: Sequence[tuple[Tensor, bool]]) -> None:
+        """Copy the segments of one window to their slots.
+
+        Args:
+            source: (segments, rows, num_kv_heads, segment_size * elements) on the accelerator.
+            targets: views of consecutive slots, together as many as there are segments, and whether
+                they are registered.
+        """
+        first, others = 0, []
+        for target, is_registered in targets:
+            taken = source[first : first + len(target)]
+            first += len(target)
+            if is_registered:
+                self.stream.copy_to_host(target, taken)
+            else:
+                others.append((target, taken))
+        if others:
+            self._send_by_host(others, source)
+
+    def arrival(self) -> Arrival:
+        """When everything sent so far is there."""
+        return Arrival(self.stream.record(), self._placed)
+
+    def synchronize(self) -> None:
+        """Return when everything sent so far is there."""
+        self.arrival().synchronize()
+
+    def _send_by_host(self, others: list[tuple[Tensor, Tensor]], window: Tensor) -> None:
+        bounce = self._next_bounce(window)
+        pairs, first = [], 0
+        for target, taken in others:
+            passing = bounce.elements[first : first + len(taken)]
+            first += len(taken)
+            self.stream.copy_to_host(passing, taken)
+            pairs.append((target, passing))
+        # The host works in order, so the last of its functions stands for all.
+        self._placed = bounce.emptied = self.stream.then(partial(_put, pairs))
+
+    def _next_bounce(self, window: Tensor) -> _Bounce:
+        if not self._ring or self._ring[0].elements.shape != window.shape:
+            self.synchronize()
+            self._ring = [
+                _Bounce(host_buffer(self._accelerator, window.shape, window.dtype))
+                for _ in range(_NUM_BOUNCES)
+            ]
+        bounce = self._ring[self._turn % len(self._ring)]
+        self._turn += 1
+        if bounce.emptied is not None:
+            bounce.emptied.synchronize()
+        return bounce
+
+
+def _put(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for target, passing in pairs:
+        target.copy_(passing)
