@@ -16,6 +16,9 @@ from torch import Tensor
 from sparsekv.errors import LayoutError
 from sparsekv.kernels import cpu, reference, torch_ops
 from sparsekv.kernels.block_lists import BlockLists
+from sparsekv.kernels.cpu import jobs
+from sparsekv.kernels.cpu.jobs import Flag, Job, JobStatus
+from sparsekv.kernels.cpu.library import native_library
 from sparsekv.kernels.reference.compressor import carried_series, compress
 from sparsekv.kernels.reference.entry_format import unpack_entries
 from sparsekv.kernels.reference.rotary import apply_rotary
@@ -27,8 +30,11 @@ __all__ = [
     "BlockLists",
     "CopySegment",
     "DecodeOps",
+    "Flag",
     "GatherBlocks",
     "GatheredAttention",
+    "Job",
+    "JobStatus",
     "LightningIndexer",
     "MergePartials",
     "PartialAttention",
@@ -43,6 +49,7 @@ __all__ = [
     "merge_partials_for",
     "pack_entries",
     "partial_attention_for",
+    "partial_attention_jobs",
     "unpack_entries",
 ]
 
@@ -188,6 +195,11 @@ def merge_partials_for(device: torch.device) -> MergePartials:
 def decode_ops_for(device: torch.device) -> DecodeOps | None:
     """The ops of a decode step on `device` without allocations; None: there are none for it."""
     return _triton_ops() if device.type == "cuda" else None
+
+
+def partial_attention_jobs() -> Callable[..., Job] | None:
+    """What submits partial attention on the CPU as a job; None without the native library."""
+    return None if native_library() is None else jobs.submit_partial_attention
 
 
 def lightning_indexer_for(device: torch.device) -> LightningIndexer:

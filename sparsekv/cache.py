@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,13 @@ from sparsekv.roofline import ShareRouter
 _INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+class Companion(Protocol):
+    """Somebody who reads the regions while the caller goes on."""
+
+    def synchronize(self) -> None:
+        """Return when nothing is read any more."""
+
+
 class InplaceKVCache:
     """Keys and values of a batch of sequences, all layers.
 
@@ -85,6 +92,8 @@ class InplaceKVCache:
         self._outbox = Outbox(self.accelerator, spec)
         # Runs before anything of the cache is freed, and at exit while the device still works.
         weakref.finalize(self, _finish, os.getpid(), self._outbox, self.ping_pong)
+        self.companion: Companion | None = None
+        """Who else reads the regions, beside the caller's work: is waited for as copies are."""
         self._pool = RegionPool() if pool is None else pool
         self._registrar = Registrar(self.accelerator)
         self._pid = os.getpid()
@@ -529,9 +538,11 @@ class InplaceKVCache:
         self._start(self.spec.batch_size)
 
     def settle(self) -> None:
-        """Return when no copy to or from host memory is under way."""
+        """Return when host memory is not written or read any more by what was begun before."""
         self._outbox.synchronize()
         self.ping_pong.synchronize()
+        if self.companion is not None:
+            self.companion.synchronize()
 
     def reserve(self, num_tokens: int, prompt_tokens: int = 0) -> None:
         """Take addresses for sequences of `num_tokens`, and make sure that the machine can hold
@@ -566,7 +577,8 @@ class InplaceKVCache:
         raises `reason`.
         """
         self._closed = reason
-        _finish(self._pid, self._outbox, self.ping_pong)
+        if os.getpid() == self._pid:
+            self.settle()
         self._layers = []
 
     def save(self, path: str | os.PathLike[str]) -> None:

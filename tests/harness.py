@@ -235,6 +235,9 @@ def build_faulty(spec_=None, share=0.5, stream_type=SimulatedStream):
         return build(spec_, share)
 
 
+_TAKING_A_LOCK = ("with self._lock", "with _loading")
+
+
 class _Interrupt:
     """Raises KeyboardInterrupt before the n-th line that the package's own code runs."""
 
@@ -247,9 +250,9 @@ class _Interrupt:
         if not code.co_filename.startswith(PACKAGE) or _is_finalizing(frame):
             return None
         # Python itself sees to it that a lock once taken is released; a tracer would not.
-        if event == "line" and "with self._lock" not in linecache.getline(
+        if event == "line" and not linecache.getline(
             code.co_filename, frame.f_lineno
-        ):
+        ).lstrip().startswith(_TAKING_A_LOCK):
             self.num_lines += 1
             if self.num_lines == self.at_line:
                 raise KeyboardInterrupt

@@ -333,7 +333,6 @@ class SleepyCaller(CudaAccelerator):
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 @pytest.mark.parametrize("is_own", [True, False], ids=["own stream", "default stream"])
 def test_steps_on_cuda_are_the_same_however_late_copies_are(make, share, is_own):
-    torch.backends.cuda.matmul.allow_tf32 = False
     with accelerators(lambda: make(torch.device("cuda", torch.cuda.current_device()))):
         twin = Twin(build(spec(window_size=8), share, device="cuda"))
     stream = torch.cuda.Stream() if is_own else torch.cuda.current_stream()
@@ -374,7 +373,6 @@ def test_a_cuda_cache_may_end_while_its_copies_run(ending):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_24_threads_on_cuda_get_the_answers_of_one():
-    torch.backends.cuda.matmul.allow_tf32 = False
     errors = []
 
     def run():

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from sparsekv.attention.host import HostAttention, HostCalls, Question
 from sparsekv.attention.merge import merge_partials
 from sparsekv.errors import LayoutError
 from sparsekv.format.views import KVView, LayerViews
-from sparsekv.kernels.dispatch import partial_attention_for
 
 Load = Callable[[tuple[KVView, ...]], Iterable[KVView]]
 
@@ -26,12 +26,13 @@ def split_attention(
     mask: Tensor | None = None,
     attn_sink: Tensor | None = None,
     load: Load | None = None,
+    host: HostAttention | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens to a layer's whole cache, exact, wherever its parts lie.
 
     The query tokens are the last num_queries of the sequence, their own keys already in `views`.
-    Order: the query is copied to the CPU (if there are unpinned parts), the accelerator's work is
-    issued, the CPU computes meanwhile, its results are copied back and all are merged.
+    Order: the query goes to the CPU (if there are unpinned parts), the accelerator's work is
+    issued, the CPU computes meanwhile, its results come back and all are merged.
 
     Args:
         query: (batch, num_heads, num_queries, head_dim), dtype of the keys, on the accelerator.
@@ -46,6 +47,7 @@ def split_attention(
         load: yields the pinned parts as views on the query's device, in any split; each is used up
             before the next is asked for, on the current stream, so memory may be reused in stream
             order. Default: a copy of each part.
+        host: how the CPU attends to the unpinned parts. Default: on the calling thread.
 
     Returns:
         out (batch, num_heads, num_queries, head_dim_v) and lse (batch, num_heads, num_queries),
@@ -57,30 +59,20 @@ def split_attention(
     """
     _check_query(query, views)
     _check_masks(query, views, key_mask, mask)
-    query_start = views.num_tokens - query.shape[2]
-
-    def attend(part: KVView, part_query: Tensor) -> tuple[Tensor, Tensor]:
-        device = part_query.device
-        return partial_attention_for(device)(
-            part_query,
-            part.key,
-            part.value,
-            part.positions,
-            softmax_scale,
-            row_table=part.row_table,
-            query_start=query_start,
-            key_mask=None if key_mask is None else key_mask.to(device),
-            mask=None if mask is None else mask.to(device),
-        )
-
-    cpu_query = query.cpu() if views.unpinned else query  # first: later it would wait for the parts
-    parts = [attend(part, query) for part in views.window]
+    question = Question(
+        query=query,
+        softmax_scale=softmax_scale,
+        query_start=views.num_tokens - query.shape[2],
+        key_mask=key_mask,
+        mask=mask,
+    ).to(query.device)
+    finish = (host or HostCalls()).begin(question, views.unpinned) if views.unpinned else None
+    parts = [question.attend(part) for part in views.window]
     if views.pinned:
         loaded = (part.to(query.device) for part in views.pinned)
-        parts += [attend(part, query) for part in (load(views.pinned) if load else loaded)]
-    for part in views.unpinned:
-        out, lse = attend(part, cpu_query)
-        parts.append((out.to(query.device), lse.to(query.device)))
+        parts += [question.attend(part) for part in (load(views.pinned) if load else loaded)]
+    if finish is not None:
+        parts += finish()
     return merge_partials(parts or [_nothing(query)], attn_sink)
 
 

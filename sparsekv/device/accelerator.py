@@ -37,6 +37,11 @@ class Accelerator(ABC):
         target.copy_(host)
         self.h2d_bytes += host.numel() * host.element_size()
 
+    @property
+    @abstractmethod
+    def has_flags(self) -> bool:
+        """Whether streams can write and await flags."""
+
     @abstractmethod
     def current_stream(self) -> Stream:
         """The stream to which the calling thread's torch operations go."""

@@ -37,6 +37,10 @@ class CudaAccelerator(Accelerator):
                     f"device={device}: {name} failed with error {status}; check nvidia-smi"
                 )
 
+    @property
+    def has_flags(self) -> bool:
+        return hasattr(self._driver, "cuStreamWaitValue32_v2")
+
     def current_stream(self) -> Stream:
         return CudaStream(self, torch.cuda.current_stream(self.device))
 
@@ -97,7 +101,8 @@ class CudaStream(Stream):
         self._keep(source)
 
     def record(self) -> Event:
-        event = torch.cuda.Event()
+        # Who waits for it sleeps: a core that spins is one less for attention.
+        event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return event
 

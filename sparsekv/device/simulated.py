@@ -66,6 +66,10 @@ class SimulatedAccelerator(Accelerator):
         super().__init__(torch.device("cpu"))
         self.registered: dict[int, int] = {}
 
+    @property
+    def has_flags(self) -> bool:
+        return True
+
     def current_stream(self) -> Stream:
         return SimulatedStream(self)
 
@@ -84,7 +88,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _write(flag: Tensor, value: int) -> None:
-    flag.fill_(value)
+    flag.fill_((value + 2**31) % 2**32 - 2**31)
 
 
 def _wait_until(flag: Tensor, value: int) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from sparsekv.attention import split_attention
+from sparsekv.attention import HostAttention, HostCalls, HostJobs, split_attention
 from sparsekv.cache import InplaceKVCache
 from sparsekv.transfer import stream
 
@@ -42,7 +42,24 @@ def attend(
     upcoming, after = cache.pinned_ahead((layer_idx + 1) % cache.spec.geometry.num_layers)
     load = partial(stream, cache.ping_pong, upcoming=upcoming, after=after)
     views = cache.views(layer_idx)
-    out, _ = split_attention(query, views, softmax_scale, key_mask=key_mask, mask=mask, load=load)
+    out, _ = split_attention(
+        query,
+        views,
+        softmax_scale,
+        key_mask=key_mask,
+        mask=mask,
+        load=load,
+        host=_host_of(cache),
+    )
     cache.flush(layer_idx)
     cache.register_ahead(layer_idx)
     return out
+
+
+def _host_of(cache: InplaceKVCache) -> HostAttention:
+    """What attends for this cache on the CPU; made at its first step, and its companion then."""
+    host = cache.companion
+    if not isinstance(host, (HostJobs, HostCalls)):
+        has_flags = cache.accelerator.has_flags
+        cache.companion = host = HostJobs(cache.accelerator) if has_flags else HostCalls()
+    return host

@@ -1,0 +1,249 @@
+"""The CPU's part of a step as jobs beside the accelerator: right, or NaN and an error; never lost,
+never waited for in vain.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from harness import Twin, build, geometry, interrupt, new_tokens, spec
+from test_step import TOLERANCE, assert_attends, whole
+
+from sparsekv.attention import HostCalls, HostJobs, host_jobs
+from sparsekv.engine import attend
+from sparsekv.errors import CacheStateError
+from sparsekv.kernels import dispatch
+
+_SLEEP_CYCLES = 200_000_000  # about 0.1 s
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
+def device(request):
+    if dispatch.partial_attention_jobs() is None:
+        pytest.skip("no native library")
+    return request.param
+
+
+@pytest.fixture
+def no_calls(monkeypatch):
+    """Whatever the CPU attends to is a job's."""
+
+    def begin(self, question, parts):
+        raise AssertionError("attended by a call")
+
+    monkeypatch.setattr(HostCalls, "begin", begin)
+
+
+def step(twin, layer_idx=0, num_queries=1, **masks):
+    """(what `attend` gives, what is right) for new queries of one layer."""
+    kv = twin.cache.spec.geometry
+    shape = (twin.cache.batch_size, 2 * kv.num_kv_heads, num_queries, kv.head_dim)
+    query = torch.randn(shape, device=twin.cache.device).to(kv.dtype)
+    found = attend(twin.cache, layer_idx, query, 0.3, **masks)
+    return found, whole(twin, layer_idx, query, 0.3, **masks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_jobs_give_what_attention_to_the_whole_gives(device, no_calls, dtype):
+    twin = Twin(build(spec(geometry(dtype=dtype)), share=0.5, device=device))
+    twin.append(30)
+    for num_queries in (1, 3, 1):
+        twin.append(num_queries, flush=False)
+        assert_attends(twin, num_queries)
+        twin.append(num_queries, flush=False)
+        key_mask = torch.rand(2, twin.cache.num_tokens, device=device) < 0.7
+        assert_attends(twin, num_queries, key_mask=key_mask)
+    twin.cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    twin.apply(lambda tensor: tensor[[1, 0, 1]])
+    twin.append(20)  # more rows: another run of slots, and larger buffers
+    twin.append(1, flush=False)
+    assert_attends(twin, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_and_float64_are_attended_by_calls(device, dtype):
+    twin = Twin(build(spec(geometry(dtype=dtype)), share=0.5, device=device))
+    twin.append(30)
+    twin.append(2, flush=False)
+    mask = torch.rand(2, 1, 2, 32, device=device) < 0.5
+    assert_attends(twin, 2, mask=mask)
+    twin.append(1, flush=False)
+    assert_attends(twin, 1)
+
+
+def test_without_the_library_calls_do_it(monkeypatch):
+    monkeypatch.setattr(host_jobs, "partial_attention_jobs", lambda: None)
+    twin = Twin(build(share=0.5))
+    twin.append(30)
+    assert_attends(twin, 1)
+
+
+def test_buffers_that_would_be_too_large_are_not_made(device, monkeypatch):
+    monkeypatch.setattr(host_jobs, "_MOST_BYTES", 1000)
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    twin.append(9, flush=False)
+    assert_attends(twin, 9)
+    assert twin.cache.companion._host.numel() == 0
+
+
+# Failures
+
+
+def test_a_cancelled_job_gives_nan_and_an_error_at_the_next_step(device, no_calls, monkeypatch):
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    submit = dispatch.partial_attention_jobs()
+
+    def submit_in_vain(*args, **kwargs):
+        job = submit(*args, **kwargs)
+        job.cancel()
+        return job
+
+    step(twin)  # whose results must not show in the next one's
+    monkeypatch.setattr(host_jobs, "partial_attention_jobs", lambda: submit_in_vain)
+    found, expected = step(twin)
+    assert found.isnan().all()
+    assert not expected.isnan().any()
+    monkeypatch.setattr(host_jobs, "partial_attention_jobs", lambda: submit)
+    with pytest.raises(CacheStateError, match="cancelled"):
+        step(twin)
+    found, expected = step(twin)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
+    twin.check()
+
+
+@pytest.mark.parametrize("where", ["submit", "window", "chunk", "finish"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no"), KeyboardInterrupt()], ids=["error", "Ctrl-C"]
+)
+def test_a_step_that_fails_midway_leaves_streams_and_cache_in_order(
+    device, no_calls, monkeypatch, where, error
+):
+    twin = Twin(build(spec(batch_size=1), share=0.5, device=device))
+    twin.append(30)
+    twin.append(1, flush=False)
+    cache, calls = twin.cache, []
+    step(twin)
+
+    def fail(*args, **kwargs):
+        calls.append(where)
+        raise error
+
+    with monkeypatch.context() as patch:
+        if where == "submit":
+            patch.setattr(host_jobs, "partial_attention_jobs", lambda: fail)
+        elif where == "chunk":
+            patch.setattr(cache.ping_pong, "take", fail)
+        elif where == "finish":
+            patch.setattr(HostJobs, "_finish", fail)
+        else:
+            patch.setattr("sparsekv.attention.split.merge_partials", fail)
+        with pytest.raises(type(error)):
+            step(twin)
+    assert calls == [where]
+    cache.accelerator.current_stream().synchronize()  # nothing hangs
+    for layer_idx in range(2):
+        found, expected = step(twin, layer_idx)
+        torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
+    twin.check()
+
+
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_line_of_a_step_leaves_it_to_be_done_again(device, no_calls, stride):
+    twin = Twin(build(spec(batch_size=1), share=0.5, device=device))
+    twin.append(31)
+    query = torch.randn(1, 4, 1, 4, device=device)
+    expected = [whole(twin, layer_idx, query, 0.3) for layer_idx in range(2)]
+    at_line = 1
+    while interrupt(at_line, lambda: attend(twin.cache, 0, query, 0.3)):
+        for layer_idx in (1, 0):
+            found = attend(twin.cache, layer_idx, query, 0.3)
+            torch.testing.assert_close(found, expected[layer_idx], atol=1e-5, rtol=1e-5)
+        at_line += stride
+    assert at_line > 50
+    twin.check()
+
+
+# Lifetime
+
+
+def test_reset_lets_go_of_what_jobs_have_read(device):
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    step(twin)
+    lease = weakref.ref(twin.cache._layers[0].stacks["unpinned"].leases[0])
+    twin.cache.reset()
+    gc.collect()
+    assert lease() is None
+    assert not twin.cache.companion._in_flight.awaited
+    idle = twin.cache._pool.idle_bytes()
+    assert idle > 0
+
+
+def test_a_dropped_cache_still_answers(device):
+    """What was asked before it was let go of is right, not cancelled."""
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    if device == "cuda":
+        torch.cuda._sleep(_SLEEP_CYCLES)
+    found, expected = step(twin)
+    del twin
+    gc.collect()
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("is_own", [True, False], ids=["own stream", "default stream"])
+def test_python_does_not_wait_for_either_engine(no_calls, is_own):
+    """Two layers are enqueued behind a sleeping device; the CPU's part begins after it woke."""
+    with torch.cuda.stream(torch.cuda.Stream() if is_own else torch.cuda.default_stream()):
+        twin = Twin(build(share=0.5, device="cuda"))
+        twin.append(30)
+        queries = torch.randn(2, 2, 4, 1, 4, device="cuda")
+        expected = [whole(twin, i, queries[i], 0.3) for i in range(2)]
+        for i in range(2):
+            attend(twin.cache, i, queries[i], 0.3)  # buffers are made once
+        torch.cuda.synchronize()
+        host, views = twin.cache.companion, [twin.cache.views(i).unpinned for i in range(2)]
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        awake = torch.cuda.Event()
+        awake.record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for i in range(2):
+                question = host_jobs.Question(
+                    query=queries[i], softmax_scale=0.3, query_start=29, key_mask=None, mask=None
+                )
+                host.begin(question, views[i])()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not awake.query()
+        torch.cuda.synchronize()
+        for i in range(2):
+            found = attend(twin.cache, i, queries[i], 0.3)
+            torch.testing.assert_close(found, expected[i], atol=1e-5, rtol=1e-5)
+
+
+def test_the_next_step_may_be_asked_before_this_one_is_answered(device, no_calls):
+    """Many steps in one go, each layer's tokens new: no buffer is used twice at a time."""
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(33)
+    if device == "cuda":
+        torch.cuda._sleep(_SLEEP_CYCLES)
+    answers = []
+    for _ in range(6):
+        for layer_idx in range(2):
+            key, value = new_tokens(twin.cache, 1)
+            twin.cache.append(layer_idx, key, value)
+            twin.note(layer_idx, key, value)
+            answers.append(step(twin, layer_idx))
+    for found, expected in answers:
+        torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
