@@ -310,6 +310,7 @@ class InplaceKVCache:
             names = [place.region for place in self._placement.places[first:end]]
             progress = evict(layer, window, self._outbox, names)
         except BaseException:
+            self.settle()  # nothing may be under way to slots that are given up
             layer.trim(self._placement)
             self._forget_unreached()
             raise
