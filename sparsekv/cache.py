@@ -89,13 +89,14 @@ class InplaceKVCache:
         self.accelerator = open_accelerator(device)
         self.router = ShareRouter(0.5) if router is None else router
         self.ping_pong = PingPong(self.accelerator, spec)
-        self._outbox = Outbox(self.accelerator, spec)
+        self.registrar = Registrar(self.accelerator)
+        """Registers host memory for this cache, also for those who work on it."""
+        self._outbox = Outbox(self.registrar, spec)
         # Runs before anything of the cache is freed, and at exit while the device still works.
         weakref.finalize(self, _finish, os.getpid(), self._outbox, self.ping_pong)
         self.companion: Companion | None = None
         """Who else reads the regions, beside the caller's work: is waited for as copies are."""
         self._pool = RegionPool() if pool is None else pool
-        self._registrar = Registrar(self.accelerator)
         self._pid = os.getpid()
         self._closed: str | None = None
         self._start(spec.batch_size)
@@ -105,11 +106,15 @@ class InplaceKVCache:
         self._placement, self._windows, self._layers = Placement(batch_size), windows, layers
         self.router.error = 0.0
         self._reserved_tokens = 0
-        self._registrar.retry()
+        self._retry_registering()
+
+    def _retry_registering(self) -> None:
+        self.registrar.retry()
+        self._outbox.retry()
 
     def _new_layers(self) -> list[LayerStore]:
         return [
-            LayerStore(self.spec, self._registrar, self._pool)
+            LayerStore(self.spec, self.registrar, self._pool)
             for _ in range(self.spec.geometry.num_layers)
         ]
 
@@ -209,6 +214,7 @@ class InplaceKVCache:
         }
         num_placed = sum(counts.values())
         per_window = self.spec.window_size * geometry.bytes_per_token_per_layer * self.batch_size
+        buffer_bytes = self.registrar.buffer_bytes
 
         def region(name: str, memory: str, tokens: int, used_bytes: int) -> RegionStats:
             share = tokens / num_tokens if num_tokens else 0.0
@@ -240,8 +246,10 @@ class InplaceKVCache:
             ),
             h2d_bytes=self.accelerator.h2d_bytes,
             d2h_bytes=self.accelerator.d2h_bytes,
-            registered_bytes=sum(layer.pinned.registered_bytes for layer in self._layers),
-            longest_registration_s=self._registrar.longest_s,
+            buffer_bytes=buffer_bytes,
+            registered_bytes=buffer_bytes
+            + sum(layer.pinned.registered_bytes for layer in self._layers),
+            longest_registration_s=self.registrar.longest_s,
         )
 
     def _committed_bytes(self, region: str, used_bytes: int) -> int:
@@ -320,8 +328,7 @@ class InplaceKVCache:
         """Extend the placement table to `num_segments`; the first layer to get there decides for
         all.
         """
-        num_new = num_segments - len(self._placement)
-        granted = self._grant(self._count_pinned(num_new)) if num_new > 0 else 0
+        granted = self._prepare(num_segments - len(self._placement))
         while len(self._placement) < num_segments:
             error, region = self.router.error, self.router.route()
             if region == "pinned" and granted:
@@ -336,6 +343,18 @@ class InplaceKVCache:
         router = copy.copy(self.router)
         return [router.route() for _ in range(num_segments)].count("pinned")
 
+    def _prepare(self, num_segments: int) -> int:
+        """Register what the way to the next segments' places needs; of those that the router sends
+        to the pinned region, how many may go there.
+
+        Raises:
+            CapacityError: over the machine's memory.
+        """
+        num_pinned = self._count_pinned(num_segments)
+        if num_pinned < num_segments:
+            self._outbox.prepare(self.batch_size)  # first: all others pass through the little it is
+        return self._grant(num_pinned)
+
     def _grant(self, num_pinned: int) -> int:
         """Of so many more segments, those for which every layer has, or now gets, registered
         memory.
@@ -348,7 +367,7 @@ class InplaceKVCache:
         stacks = [layer.pinned for layer in self._layers]
         needed = sum(stack.bytes_to_commit(num_pinned, self.batch_size) for stack in stacks)
         self._check_memory(needed, f"{num_pinned} more segments x {len(stacks)} layers")
-        return grant(self._layers, self._registrar, self._placement, num_pinned, self.batch_size)
+        return grant(self._layers, self.registrar, self._placement, num_pinned, self.batch_size)
 
     def _forget_unreached(self) -> None:
         """Drop the places that no layer has reached, and their effect on the share."""
@@ -358,15 +377,20 @@ class InplaceKVCache:
             self._placement.truncate(reached)
 
     def register_ahead(self, layer_idx: int) -> None:
-        """Register, or begin to, what this layer's next pinned segments need: at most one chunk of
-        16 MiB or one segment. Layers take turns over the steps of a window, so that no step is held
-        up for long.
+        """Register, or begin to, what this layer's next segments need: at most one chunk of 16 MiB,
+        one segment, or one buffer on the way to the unpinned region. Layers take turns over the
+        steps of a window, so that no step is held up for long.
 
         Call it once a layer in each decode step, where its kernels have been launched (they run on
         while this waits): after `flush`. Without it each segment is registered when it is placed.
         """
         layer = self._layer(layer_idx)
-        if self._registrar.is_refused:
+        if layer_idx == 0 and not self._outbox.is_ready(self.batch_size):
+            per_window = self.spec.segments_per_window
+            if self.registrar.is_refused or self._count_pinned(per_window) < per_window:
+                self._outbox.prepare(self.batch_size, 1)
+                return
+        if self.registrar.is_refused:
             return
         fill, num_rows, stack = layer.progress.fill, self.batch_size, layer.pinned
         is_reserved = layer.num_tokens <= self._reserved_tokens
@@ -383,7 +407,7 @@ class InplaceKVCache:
         try:
             stack.prepare_chunk(pace.wanted, num_rows)
         except RegistrationRefused as error:
-            self._registrar.give_up(error)
+            self.registrar.give_up(error)
             release(self._layers)
         except CapacityError:
             return  # no addresses: likewise
@@ -564,12 +588,12 @@ class InplaceKVCache:
         for stack in stacks:
             stack.reserved_segments = max(num_segments, 1)
         self._reserved_tokens = num_tokens
-        self._registrar.retry()
+        self._retry_registering()
         if prompt_tokens:
             num_windows = min(prompt_tokens + self.spec.window_size, num_tokens)
             num_windows //= self.spec.window_size
             num_new = num_windows * self.spec.segments_per_window - len(self._placement)
-            self._grant(self._count_pinned(max(num_new, 0)))
+            self._prepare(max(num_new, 0))
 
     # Life
 

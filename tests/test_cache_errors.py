@@ -230,7 +230,7 @@ def test_an_operation_that_fails_at_any_copy_changes_nothing(stream_type, name, 
             OPERATIONS[name](twin)
         twin.check()
         # A refused registration is no error: segments go to the other region.
-        if not name.startswith("reset") and not cache._registrar.is_refused:
+        if not name.startswith("reset") and not cache.registrar.is_refused:
             _assert_share(cache)
         got_through = cache.accelerator.num_operations < countdown
         twin.append(9)

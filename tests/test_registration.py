@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import (
-    FaultyAccelerator,
     Twin,
     build,
     geometry,
@@ -21,9 +20,10 @@ from harness import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from test_step import assert_attends
 
 import sparsekv.cache as cache_module
-from sparsekv.device import SimulatedAccelerator
+from sparsekv.device import SimulatedAccelerator, SimulatedStream
 from sparsekv.errors import CapacityError
 from sparsekv.format import KVGeometry, PartitionSpec
 from sparsekv.regions import PinnedStack, RegionPool, Registrar, pinned, registration
@@ -43,14 +43,16 @@ class WatchedAccelerator(SimulatedAccelerator):
 
     def __init__(self):
         super().__init__()
-        self.sizes = []
+        self.sizes, self.buffer_sizes = [], []
         self.most_bytes = self.most_at_once = None
+        self.num_refused = 0
 
     def register(self, address, num_bytes):
         for start, size in self.registered.items():
             assert address >= start + size or address + num_bytes <= start, "registered twice"
         total = self.registered_bytes + num_bytes
         if self.most_bytes is not None and total > self.most_bytes:
+            self.num_refused += 1
             raise CapacityError("no more may be locked")
         if self.most_at_once is not None and num_bytes > self.most_at_once:
             raise CapacityError("too much at once")
@@ -61,13 +63,10 @@ class WatchedAccelerator(SimulatedAccelerator):
     def registered_bytes(self):
         return sum(self.registered.values())
 
-    def copy_to_host(self, host, source):
-        self.check_copy(host)
-        super().copy_to_host(host, source)
+    def new_stream(self):
+        return WatchedStream(self)
 
-    def copy_from_host(self, target, host):
-        self.check_copy(host)
-        super().copy_from_host(target, host)
+    current_stream = new_stream
 
     def check_copy(self, host):
         first = host.data_ptr()
@@ -82,8 +81,45 @@ class WatchedAccelerator(SimulatedAccelerator):
         assert all(start <= first and last <= end for start, end in touched), "half registered"
 
 
+class WatchedStream(SimulatedStream):
+    """Each copy is one that a DMA engine could do."""
+
+    def _to_host(self, host, source):
+        self._accelerator.check_copy(host)
+        super()._to_host(host, source)
+
+    def _from_host(self, target, host):
+        self._accelerator.check_copy(host)
+        super()._from_host(target, host)
+
+
+class FailingAccelerator(SimulatedAccelerator):
+    """Its n-th registration raises."""
+
+    def __init__(self, countdown, error):
+        super().__init__()
+        self.countdown, self.error, self.num_asked = countdown, error, 0
+
+    def register(self, address, num_bytes):
+        self.num_asked += 1
+        if self.num_asked == self.countdown:
+            raise self.error
+        super().register(address, num_bytes)
+
+
 @pytest.fixture
 def build_watched(monkeypatch):
+    real = Registrar.buffer
+
+    def buffer(registrar, shape, dtype):
+        watched = registrar.accelerator
+        count = len(watched.sizes)
+        made = real(registrar, shape, dtype)
+        watched.buffer_sizes += watched.sizes[count:]
+        del watched.sizes[count:]
+        return made
+
+    monkeypatch.setattr(Registrar, "buffer", buffer)
     monkeypatch.setattr(cache_module, "open_accelerator", lambda device: WatchedAccelerator())
     return build
 
@@ -96,8 +132,13 @@ def used_bytes(cache):
     return sum(layer.pinned.used_bytes for layer in cache._layers)
 
 
+def pinned_bytes(cache):
+    """Registered, of the pinned regions."""
+    return cache.accelerator.registered_bytes - sum(cache.accelerator.buffer_sizes)
+
+
 def append(cache, num_tokens):
-    """Zeros to each layer; every registration that placing them makes."""
+    """Zeros to each layer; every registration of segments that placing them makes."""
     sizes, kv = cache.accelerator.sizes, cache.spec.geometry
     count = len(sizes)
     new = torch.zeros(cache.batch_size, kv.num_kv_heads, 1, kv.head_dim, dtype=kv.dtype)
@@ -109,13 +150,16 @@ def append(cache, num_tokens):
 
 
 def step(cache):
-    """Decode one token. The registrations made by placing, and those made ahead."""
-    placing, count = append(cache, 1), len(cache.accelerator.sizes)
+    """Decode one token. The registrations of segments made by placing, and those made ahead."""
+    watched = cache.accelerator
+    num_buffers = len(watched.buffer_sizes)
+    placing, count = append(cache, 1), len(watched.sizes)
     for layer_idx in range(cache.spec.geometry.num_layers):
-        before = len(cache.accelerator.sizes)
+        before = len(watched.sizes) + len(watched.buffer_sizes)
         cache.register_ahead(layer_idx)
-        assert len(cache.accelerator.sizes) <= before + 1, "two chunks in one call"
-    return placing, cache.accelerator.sizes[count:]
+        assert len(watched.sizes) + len(watched.buffer_sizes) <= before + 1, "two in one call"
+    assert len(watched.buffer_sizes) <= num_buffers + 1, "two buffers in one step"
+    return placing, watched.sizes[count:]
 
 
 # When
@@ -152,20 +196,22 @@ def test_decoding_registers_ahead_and_never_when_placing(build_watched, share, r
         assert not placing
         assert len(ahead) <= 1, "four layers share at least 100 steps"
     assert used_bytes(cache) > 0
+    assert cache.accelerator.buffer_sizes == [SEGMENT] * (4 if share else 0)
 
 
 def test_a_prompt_is_registered_before_it_is_read(build_watched):
     cache = build_watched(cut(), 0.5)
     cache.reserve(4096, 2000)
     # Seven windows of the prompt, and the eighth, which is begun with it.
-    assert cache.accelerator.registered_bytes == 4 * 4 * SEGMENT
+    assert pinned_bytes(cache) == 4 * 4 * SEGMENT
     assert len(cache.accelerator.sizes) == 4, "one piece a layer"
+    assert len(cache.accelerator.buffer_sizes) == 4, "the way to the other region is made too"
     assert append(cache, 2000) == []
     for _ in range(48):
         assert step(cache) == ([], [])
     assert cache.stats().cpu_share == 0.5
     cache.reserve(4096, 3000)  # the next turn of a chat
-    assert cache.accelerator.registered_bytes == 6 * 4 * SEGMENT
+    assert pinned_bytes(cache) == 6 * 4 * SEGMENT
     assert append(cache, 3000 - 2048) == []
 
 
@@ -200,14 +246,16 @@ def test_registered_bytes_are_the_bytes_asked_for(build_watched, num_tokens, pro
         append(cache, min(50, num_tokens - cache.num_tokens))
         for layer_idx in range(4):
             cache.register_ahead(layer_idx)
-    stats, registered = cache.stats(), cache.accelerator.registered_bytes
-    assert stats.registered_bytes == registered
+    stats, registered = cache.stats(), pinned_bytes(cache)
+    assert stats.registered_bytes == cache.accelerator.registered_bytes
+    assert stats.buffer_bytes == sum(cache.accelerator.buffer_sizes) <= 4 * SEGMENT
     asked = used_bytes(cache)
     if limit == "none":
         asked += 4 * SEGMENT  # the window that is being filled
     assert used_bytes(cache) <= registered <= 1.05 * asked
     resident = sum(mapping.resident_bytes() for mapping in mappings(cache))
-    assert resident <= stats.host_committed_bytes <= 1.05 * (asked + stats.regions[2].used_bytes)
+    committed = stats.host_committed_bytes - stats.buffer_bytes
+    assert resident <= committed <= 1.05 * (asked + stats.regions[2].used_bytes)
 
 
 def test_small_segments_are_registered_together(build_watched):
@@ -297,12 +345,15 @@ def test_segments_without_registered_memory_are_unpinned(
         for layer_idx in range(2):
             cache.register_ahead(layer_idx)
     assert_sound(twin)
-    # 15 segments, a quarter of them to the CPU: what two layers can lock is used, nothing besides.
+    # 15 segments, a quarter of them to the CPU: what two layers can lock is used, once the windows
+    # on their way there have buffers, up to four; nothing besides.
     num_pinned = regions(cache).count("pinned") // 4
-    assert num_pinned <= min(num_segments // 2, 11)
-    if not prompt:
-        assert num_pinned == min(num_segments // 2, 11)
-    assert cache.accelerator.registered_bytes == 2 * num_pinned * per_segment
+    num_buffers = len(cache.accelerator.buffer_sizes)
+    most = min((num_segments - num_buffers) // 2, 11)
+    assert num_pinned <= most if prompt else num_pinned == most
+    assert num_buffers <= 4
+    assert num_buffers >= min(num_segments, 4) or not prompt
+    assert pinned_bytes(cache) == 2 * num_pinned * per_segment
     (warning,) = warnings_in(caplog)
     assert "no more may be locked. Segments that find no registered memory" in warning.message
     cache.accelerator.most_bytes = None
@@ -331,24 +382,50 @@ def test_a_layer_that_lags_keeps_what_was_decided_for_it(build_watched):
     twin = Twin(build_watched(spec(WIDE), 0))
     per_segment = 4 * 2 * WIDE.bytes_per_token_per_layer
     twin.append(20, layers=[0])  # five segments, for which the other layer has room as well
+    assert not twin.cache.accelerator.buffer_sizes
     twin.cache.accelerator.most_bytes = 11 * per_segment
     twin.append(20, layers=[0])
+    assert len(twin.cache.accelerator.buffer_sizes) == 1
     assert regions(twin.cache, 0)[::4] == ["pinned"] * 5 + ["unpinned"] * 5
     twin.append(40, layers=[1])
     assert_sound(twin)
 
 
+@pytest.mark.parametrize("num_pages", range(9))
+def test_steps_go_on_where_hardly_anything_may_be_registered(build_watched, caplog, num_pages):
+    """Without segments, without some buffers, without all: right, and said once."""
+    twin = Twin(build_watched(share=0.5))
+    watched = twin.cache.accelerator
+    watched.most_bytes = num_pages * PAGE_BYTES
+    for length in (30, 1, 1, 9, 1, 1, 1, 1):
+        twin.append(length, flush=False)
+        key_mask = torch.rand(2, twin.cache.num_tokens) < 0.7
+        assert_attends(twin, length)
+        assert_attends(twin, length, key_mask=key_mask)
+    assert_sound(twin)
+    assert len(warnings_in(caplog)) == (watched.num_refused > 0)
+    if num_pages == 0:
+        assert twin.cache.stats().cpu_share == 1
+        assert watched.num_refused < 10, "asked again and again"
+    watched.most_bytes = None
+    twin.cache.reserve(100, 60)  # the next turn asks again
+    twin.append(20, flush=False)
+    assert_attends(twin, 20)
+    twin.append(20)
+    assert_sound(twin)
+    assert len(watched.buffer_sizes) >= 6
+    assert "pinned" in regions(twin.cache)[44:]
+    assert len(warnings_in(caplog)) <= 1
+
+
 @pytest.mark.parametrize("error", [CapacityError("full"), KeyboardInterrupt(), OSError("lost")])
 def test_a_failure_at_any_registration_loses_nothing(monkeypatch, error):
     for countdown in range(1, 30):
-        accelerator = FaultyAccelerator()
+        accelerator = FailingAccelerator(countdown, error)
         monkeypatch.setattr(cache_module, "open_accelerator", lambda _, a=accelerator: a)
         twin = Twin(build(spec(WIDE), 0.25))
         monkeypatch.undo()
-        monkeypatch.setattr(accelerator, "copy_to_host", lambda host, source: host.copy_(source))
-        twin.append(6)
-        accelerator.fail(countdown, error)
-        for _ in range(40):
+        for _ in range(46):
             for layer_idx in range(2):
                 key, value = new_tokens(twin.cache, 1)
                 twin.cache.append(layer_idx, key, value)
@@ -360,11 +437,10 @@ def test_a_failure_at_any_registration_loses_nothing(monkeypatch, error):
                         assert not isinstance(error, CapacityError)
                         do(layer_idx)
         assert_sound(twin)
-        ends = {m.address: m.registered_bytes for m in mappings(twin.cache)}
-        assert sum(accelerator.registered.values()) == sum(ends.values())
-        if accelerator.num_operations < countdown:
+        assert sum(accelerator.registered.values()) == twin.cache.stats().registered_bytes
+        if accelerator.num_asked < countdown:
             break
-    assert countdown > 8
+    assert countdown > 12
 
 
 @pytest.mark.parametrize(

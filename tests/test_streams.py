@@ -9,8 +9,7 @@ from simulated_streams import ACCELERATORS, LateAccelerator, LateCaller
 from test_regions import CheckedAccelerator, mapped
 
 from sparsekv.device import open_accelerator
-from sparsekv.errors import CapacityError
-from sparsekv.regions import host_buffer
+from sparsekv.regions import Registrar
 
 _SLEEP_CYCLES = 20_000_000  # about 10 ms
 
@@ -35,6 +34,10 @@ KINDS = [
 @pytest.fixture(params=KINDS)
 def accelerator(request):
     return request.param()
+
+
+def host_buffer(accelerator, shape, dtype):
+    return Registrar(accelerator).buffer(shape, dtype)
 
 
 def delay(accelerator):
@@ -283,12 +286,38 @@ def test_a_host_buffer_is_registered_as_long_as_a_tensor_on_it_lives(shape, dtyp
     assert not mapped(address)
 
 
-def test_a_refused_host_buffer_leaves_nothing_behind():
+def test_a_refused_host_buffer_leaves_nothing_behind_and_is_asked_for_once(caplog):
     accelerator = CheckedAccelerator(limit=1)
-    kept = host_buffer(accelerator, (4,), torch.int32)
-    with pytest.raises(CapacityError, match="refused"):
-        host_buffer(accelerator, (4,), torch.int32)
+    registrar, asked = Registrar(accelerator), []
+    real = accelerator.register
+    accelerator.register = lambda address, num_bytes: (
+        asked.append(num_bytes),
+        real(address, num_bytes),
+    )
+    kept = registrar.buffer((4,), torch.int32)
+    for _ in range(3):
+        assert registrar.buffer((4,), torch.int32) is None
+    assert registrar.buffer((5,), torch.int32) is None
+    assert len(asked) == 2
     assert list(accelerator.registered) == [kept.data_ptr()]
+    assert len(caplog.records) == 1
+    assert not registrar.is_refused, "a segment may still be smaller"
+    accelerator.limit = 2
+    registrar.retry()
+    assert registrar.buffer((4,), torch.int32) is not None
+    assert len(caplog.records) == 1
+
+
+def test_buffers_are_counted_as_long_as_they_live():
+    registrar = Registrar(CheckedAccelerator())
+    kept = registrar.buffer((5000,), torch.float32)
+    for _ in range(3):
+        registrar.buffer((10,), torch.int32)
+    gc.collect()
+    assert registrar.buffer_bytes == sum(registrar.accelerator.registered.values()) == 5 * 4096
+    del kept
+    gc.collect()
+    assert registrar.buffer_bytes == 0
 
 
 @pytest.mark.gpu

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from sparsekv.attention.host import HostCalls, Partial, Question
-from sparsekv.device import Accelerator, Event
+from sparsekv.device import Event
 from sparsekv.errors import SparseKVError
 from sparsekv.format.views import KVView
 from sparsekv.kernels.dispatch import Flag, Job, JobStatus, partial_attention_jobs
-from sparsekv.regions import host_buffer
+from sparsekv.regions import Registrar
 
 _MOST_BYTES = 64 << 20
 """Of registered buffers: longer prompts are attended by calls."""
@@ -46,10 +46,11 @@ class HostJobs:
     for each other. What failed is raised by the next call; until then its results are NaN.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, registrar: Registrar) -> None:
+        self._registrar = registrar
+        self._accelerator = registrar.accelerator
         self._in_flight = _InFlight()
-        self._flags = host_buffer(accelerator, (_NUM_FLAGS,), torch.int32)
+        self._flags = torch.empty(0)
         self._turn = 0
         self._error: SparseKVError | None = None
         self._host = torch.empty(0)
@@ -58,26 +59,28 @@ class HostJobs:
         weakref.finalize(self, _end, os.getpid(), self._in_flight)
 
     def begin(self, question: Question, parts: Sequence[KVView]) -> Callable[[], list[Partial]]:
-        """As HostAttention has it. Masks and float64 are for calls, as is what is too large.
+        """As HostAttention has it. Masks and float64 are for calls, as is what is too large, and
+        what finds no registered memory.
 
         Raises:
             SparseKVError: an earlier job failed.
-            CapacityError: no memory for the buffers, or for a job.
+            CapacityError: no addresses for the buffers, or no memory for a job.
         """
         self._drop_begun()
         self._raise_failed()
         submit = partial_attention_jobs()
         room = _Room(question.query.shape, len(parts), parts[0].value.shape[-1])
+        mask_size = 0 if question.key_mask is None else question.key_mask.numel()
         if (
             submit is None
             or question.mask is not None
             or question.query.dtype == torch.float64
             or len(parts) >= _NUM_FLAGS
             or 4 * room.size > _MOST_BYTES
+            or not self._make_room(room.size, mask_size)
         ):
             return HostCalls().begin(question, parts)
         stream = self._accelerator.current_stream()
-        self._make_room(room.size)
         room.query(self._device).copy_(question.query)
         # A job that does not get to its end leaves these as they are.
         self._device[room.lse_start : room.out_start].fill_(torch.nan)
@@ -147,20 +150,31 @@ class HostJobs:
                 self._error = error
             awaited.popleft()
 
-    def _make_room(self, size: int) -> None:
-        if size > self._host.numel():
-            self.synchronize()
-            capacity = 1 << (size - 1).bit_length()
-            self._host = host_buffer(self._accelerator, (capacity,), torch.float32)
-            self._device = self._accelerator.empty((capacity,), torch.float32)
+    def _make_room(self, size: int, mask_size: int) -> bool:
+        """Have buffers of so many elements; False where the system does not register them."""
+        if (flags := self._larger(self._flags, _NUM_FLAGS, torch.int32)) is None:
+            return False
+        self._flags = flags
+        if (host := self._larger(self._host, size, torch.float32)) is None:
+            return False
+        self._host = host
+        if (mask := self._larger(self._mask, mask_size, torch.bool)) is None:
+            return False
+        self._mask = mask
+        if host.numel() > self._device.numel():
+            self._device = self._accelerator.empty((host.numel(),), torch.float32)
+        return True
+
+    def _larger(self, buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor | None:
+        """The buffer, or one of at least `size` elements."""
+        if size <= buffer.numel():
+            return buffer
+        larger = self._registrar.buffer((1 << (size - 1).bit_length(),), dtype)
+        self.synchronize()  # jobs may use the one that is let go of
+        return larger
 
     def _sent_mask(self, key_mask: Tensor) -> Tensor:
-        size = key_mask.numel()
-        if size > self._mask.numel():
-            self.synchronize()
-            capacity = 1 << (size - 1).bit_length()
-            self._mask = host_buffer(self._accelerator, (capacity,), torch.bool)
-        host = self._mask[:size].view(key_mask.shape)
+        host = self._mask[: key_mask.numel()].view(key_mask.shape)
         self._accelerator.current_stream().copy_to_host(host, key_mask.contiguous())
         return host
 

@@ -84,6 +84,7 @@ def _places(stats: CacheStats | CompressedStats) -> dict[str, object]:
     host = {
         "used_bytes": pool.host_used_bytes,
         "committed_bytes": pool.host_committed_bytes,
+        "buffer_bytes": pool.buffer_bytes,
         "registered_bytes": pool.registered_bytes,
         "longest_registration_s": pool.longest_registration_s,
     }

@@ -61,5 +61,5 @@ def _host_of(cache: InplaceKVCache) -> HostAttention:
     host = cache.companion
     if not isinstance(host, (HostJobs, HostCalls)):
         has_flags = cache.accelerator.has_flags
-        cache.companion = host = HostJobs(cache.accelerator) if has_flags else HostCalls()
+        cache.companion = host = HostJobs(cache.registrar) if has_flags else HostCalls()
     return host

@@ -39,8 +39,12 @@ class CacheStats:
     """Bytes copied from host memory to the accelerator so far."""
     d2h_bytes: int
     """Bytes copied from the accelerator to host memory so far."""
+    buffer_bytes: int
+    """Host memory, in no region, through which evicted windows, queries and results pass."""
     registered_bytes: int
-    """Host memory registered with the accelerator (page-locked) for this cache."""
+    """Host memory registered with the accelerator (page-locked) for this cache: the pinned region,
+    what is registered ahead for it, and `buffer_bytes`.
+    """
     longest_registration_s: float
     """The longest that one registration took, before or between forwards as well as while decoding;
     no kernel can be launched meanwhile. 0.0: none was made.
@@ -53,8 +57,9 @@ class CacheStats:
 
     @property
     def host_committed_bytes(self) -> int:
-        """Host memory taken for them."""
-        return sum(region.committed_bytes for region in self.regions if region.memory == "CPU")
+        """Host memory taken for them, buffers included."""
+        regions = [region for region in self.regions if region.memory == "CPU"]
+        return self.buffer_bytes + sum(region.committed_bytes for region in regions)
 
     @property
     def host_summary(self) -> str:

@@ -3,7 +3,6 @@ memory; and the way between them.
 """
 
 from sparsekv.regions.eviction import evict
-from sparsekv.regions.host_buffer import host_buffer
 from sparsekv.regions.layer import LayerStore, Progress
 from sparsekv.regions.outbox import Outbox
 from sparsekv.regions.ping_pong import PingPong
@@ -24,5 +23,4 @@ __all__ = [
     "SegmentStack",
     "Window",
     "evict",
-    "host_buffer",
 ]

@@ -1,7 +1,8 @@
 """The way of evicted windows from the accelerator to their slots, beside the computation.
 
 What goes to registered slots is copied there. What goes to others passes a ring of registered
-buffers, from which the host puts it in place. Copies only.
+buffers, from which the host puts it in place; where the system registers none, the caller waits for
+its copy. Copies only.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from functools import partial
 
 from torch import Tensor
 
-from sparsekv.device import Accelerator, Event
+from sparsekv.device import Event
 from sparsekv.format import PartitionSpec
-from sparsekv.regions.host_buffer import host_buffer
-from sparsekv.regions.window import Window
+from sparsekv.regions.registration import Registrar
+from sparsekv.regions.window import Window, window_shape
 
-_NUM_BOUNCES = 4
+_MOST_BOUNCES = 4
 """Windows that may wait for the host: enough for it to work while the next ones are copied."""
 
 
@@ -49,13 +50,39 @@ class Outbox:
     also if the sender failed midway.
     """
 
-    def __init__(self, accelerator: Accelerator, spec: PartitionSpec) -> None:
-        self.stream = accelerator.new_stream()
-        self._accelerator = accelerator
+    def __init__(self, registrar: Registrar, spec: PartitionSpec) -> None:
+        self._accelerator = registrar.accelerator
+        self.stream = self._accelerator.new_stream()
+        self._registrar = registrar
         self._spec = spec
         self._ring: list[_Bounce] = []
+        self._ring_rows: int | None = None
+        self._is_whole = False
+        """Whether no more buffers are to be made for the ring."""
         self._turn = 0
         self._placed: Event | None = None
+
+    def is_ready(self, num_rows: int) -> bool:
+        """Whether `prepare` has nothing to do."""
+        return self._ring_rows == num_rows and self._is_whole
+
+    def prepare(self, num_rows: int, most: int = _MOST_BOUNCES) -> None:
+        """Register buffers for windows of `num_rows`, as many as the system allows, at most so many
+        in this call.
+        """
+        if self._ring_rows != num_rows:
+            self.synchronize()
+            self._ring, self._ring_rows, self._is_whole = [], num_rows, False
+        shape, dtype = window_shape(self._spec, num_rows), self._spec.geometry.dtype
+        while most and not self._is_whole:
+            most -= 1
+            if (elements := self._registrar.buffer(shape, dtype)) is not None:
+                self._ring.append(_Bounce(elements))
+            self._is_whole = elements is None or len(self._ring) == _MOST_BOUNCES
+
+    def retry(self) -> None:
+        """Ask again for what the system has refused to register."""
+        self._is_whole = len(self._ring) == _MOST_BOUNCES
 
     def follow(self) -> None:
         """Let what is sent from here on wait for the caller's work so far."""
@@ -94,6 +121,10 @@ class Outbox:
 
     def _send_by_host(self, others: list[tuple[Tensor, Tensor]], window: Tensor) -> None:
         bounce = self._next_bounce(window)
+        if bounce is None:
+            for target, taken in others:
+                self.stream.copy_to_host(target, taken)
+            return
         pairs, first = [], 0
         for target, taken in others:
             passing = bounce.elements[first : first + len(taken)]
@@ -103,13 +134,10 @@ class Outbox:
         # The host works in order, so the last of its functions stands for all.
         self._placed = bounce.emptied = self.stream.then(partial(_put, pairs))
 
-    def _next_bounce(self, window: Tensor) -> _Bounce:
-        if not self._ring or self._ring[0].elements.shape != window.shape:
-            self.synchronize()
-            self._ring = [
-                _Bounce(host_buffer(self._accelerator, window.shape, window.dtype))
-                for _ in range(_NUM_BOUNCES)
-            ]
+    def _next_bounce(self, window: Tensor) -> _Bounce | None:
+        self.prepare(window.shape[1])
+        if not self._ring:
+            return None
         bounce = self._ring[self._turn % len(self._ring)]
         self._turn += 1
         if bounce.emptied is not None:

@@ -16,9 +16,7 @@ class Window:
         self._accelerator = accelerator
         self._reader: Stream | None = None
         self._segment_size = spec.segment_tokens
-        per_head = spec.segment_tokens * spec.geometry.elements_per_token
-        shape = (spec.segments_per_window, batch_size, spec.geometry.num_kv_heads, per_head)
-        self.elements = accelerator.empty(shape, spec.geometry.dtype)
+        self.elements = accelerator.empty(window_shape(spec, batch_size), spec.geometry.dtype)
         """(segments, rows, num_kv_heads, segment_size * elements)"""
         self.key, self.value = split_elements(self.elements, spec.geometry, spec.segment_tokens)
 
@@ -58,3 +56,10 @@ class Window:
             key, value = self.key[full : full + 1], self.value[full : full + 1]
             pieces.append((full * self._segment_size, key[:, :, :, :rest], value[:, :, :, :rest]))
         return pieces
+
+
+def window_shape(spec: PartitionSpec, num_rows: int) -> tuple[int, int, int, int]:
+    """(segments, rows, num_kv_heads, segment_size * elements) of a window."""
+    geometry = spec.geometry
+    per_head = spec.segment_tokens * geometry.elements_per_token
+    return spec.segments_per_window, num_rows, geometry.num_kv_heads, per_head
