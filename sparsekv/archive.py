@@ -55,6 +55,7 @@ def save_cache(cache: InplaceKVCache, path: Path, extra: Extra = NO_EXTRA) -> No
         raise CacheStateError(cache._incomplete_message())
     for layer_idx in range(len(cache._layers)):
         cache.flush(layer_idx)
+    cache.settle()
     metadata = {
         "format": FORMAT_NAME,
         "version": str(FORMAT_VERSION),
@@ -121,6 +122,7 @@ def load_cache(cache: InplaceKVCache, path: Path, kind: str = NO_EXTRA.kind) -> 
                         stack.segment(len(stack) - len(piece) + i).copy_(segment)
             window.elements.copy_(file.get_tensor(f"layers.{layer_idx}.window"))
             layer.progress = type(layer.progress)(len(num_rows), fill)
+    cache.settle()
     cache.router.error = header["router_error"]
     cache._placement, cache._windows, cache._layers = placement, windows, layers
 

@@ -613,7 +613,6 @@ class InplaceKVCache:
         from sparsekv.archive import save_cache
 
         self._check_usable()
-        self.settle()
         save_cache(self, Path(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -627,7 +626,6 @@ class InplaceKVCache:
         from sparsekv.archive import load_cache
 
         self._check_usable()
-        self.settle()
         load_cache(self, Path(path))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InplaceKVCache:

@@ -155,7 +155,31 @@ def test_a_step_that_fails_midway_leaves_streams_and_cache_in_order(
     twin.check()
 
 
-@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_job_that_was_begun_in_vain_is_cancelled_by_the_next_step(device, no_calls, monkeypatch):
+    twin, jobs = Twin(build(share=0.5, device=device)), []
+    twin.append(30)
+    submit = dispatch.partial_attention_jobs()
+
+    def submit_noted(*args, **kwargs):
+        jobs.append(submit(*args, **kwargs))
+        return jobs[-1]
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(host_jobs, "partial_attention_jobs", lambda: submit_noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(twin.cache.accelerator.current_stream()), "write_flag", fail)
+        with pytest.raises(KeyboardInterrupt):
+            step(twin, layer_idx=0)
+    assert jobs[0].status == dispatch.JobStatus.UNENDED
+    found, expected = step(twin, layer_idx=1)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
+    assert jobs[0].status == dispatch.JobStatus.CANCELLED
+    assert jobs[1].wait(60)
+
+
+@pytest.mark.parametrize("stride", [23, pytest.param(3, marks=pytest.mark.slow)])
 def test_ctrl_c_at_any_line_of_a_step_leaves_it_to_be_done_again(device, no_calls, stride):
     twin = Twin(build(spec(batch_size=1), share=0.5, device=device))
     twin.append(31)

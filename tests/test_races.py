@@ -146,11 +146,12 @@ def test_a_buffer_is_not_refilled_before_its_reader_is_done(make, ping_pong):
             assert torch.equal(key, twin.dense[layer_idx][0][:, :, start : start + 4])
 
 
+@pytest.mark.parametrize("flush", [False, True], ids=["not flushed", "flushed"])
 @pytest.mark.parametrize("use", ["crop", "select", "copy", "save"])
-def test_what_is_under_way_is_waited_for_before_it_is_used(slow, use, tmp_path):
+def test_what_is_under_way_is_waited_for_before_it_is_used(slow, use, flush, tmp_path):
     twin = Twin(build(share=0.5))
     for length in (11, 3, 8, 25):
-        twin.append(length)
+        twin.append(length, flush=flush)
         if use == "crop":
             _crop(twin, twin.cache.num_tokens // 4 * 4 - 2)
         elif use == "select":
@@ -251,7 +252,7 @@ def test_nothing_is_freed_while_it_is_copied(slow):
     cache = build(spec(window_size=8), share=0.5)
     pool = cache._pool
     endings = [lambda c: None, lambda c: c.reset(), lambda c: c.close("over"), copy.deepcopy]
-    for ending in endings * 3:
+    for ending in endings:
         key, value = new_tokens(cache, 50)
         for layer_idx in range(2):
             cache.append(layer_idx, key, value)
