@@ -8,7 +8,10 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from sparsekv.device import SimulatedAccelerator, SimulatedStream
+from sparsekv.errors import CapacityError
 
 _DEVICE = "simulated-device"
 
@@ -115,6 +118,35 @@ class LateAccelerator(SimulatedAccelerator):
 
     def new_stream(self):
         return LateStream(self)
+
+
+class RefusingAccelerator(LateAccelerator):
+    """Late, registers no more than `most_bytes`, and sees when memory is given up too soon."""
+
+    def __init__(self):
+        super().__init__()
+        self.most_bytes = None
+        self.violations = []
+        self._streams = []
+
+    def new_stream(self):
+        self._streams.append(LateStream(self))
+        return self._streams[-1]
+
+    def register(self, address, num_bytes):
+        total = sum(self.registered.values()) + num_bytes
+        if self.most_bytes is not None and total > self.most_bytes:
+            raise CapacityError("no more may be locked")
+        super().register(address, num_bytes)
+
+    def unregister(self, address):
+        end = address + self.registered.get(address, 0)
+        for stream in self._streams:
+            for operation in stream._operations:
+                for tensor in getattr(operation, "args", ()):
+                    if isinstance(tensor, torch.Tensor) and address <= tensor.data_ptr() < end:
+                        self.violations.append(operation)
+        super().unregister(address)
 
 
 class DelayedAccelerator(SimulatedAccelerator):

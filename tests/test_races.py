@@ -8,19 +8,22 @@ import pytest
 import torch
 from harness import Twin, accelerators, build, geometry, new_tokens, read, same_bits, spec
 from hypothesis import settings
-from hypothesis.stateful import rule
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
 from simulated_streams import (
     ACCELERATORS,
     DelayedAccelerator,
     LateAccelerator,
     LateCaller,
     LateOutbox,
+    RefusingAccelerator,
 )
 from test_state_machine import CacheMachine
 from test_step import assert_attends
 
 from sparsekv.device import CudaAccelerator, CudaStream, SimulatedStream
 from sparsekv.engine import attend
+from sparsekv.regions.memory import PAGE_BYTES
 from sparsekv.transfer import stream
 
 SLOW = [LateAccelerator, DelayedAccelerator]
@@ -68,12 +71,36 @@ class DelayedMachine(_RarelyChecked):
     make = DelayedAccelerator
 
 
+class RefusedMachine(_RarelyChecked):
+    """The system registers now more, now less, and takes back what was given up."""
+
+    make = RefusingAccelerator
+
+    @rule(num_pages=st.one_of(st.none(), st.integers(0, 40)))
+    def limit(self, num_pages):
+        self.cache.accelerator.most_bytes = num_pages and num_pages * PAGE_BYTES
+
+    def load(self, elsewhere):
+        """Wants the regions that were saved."""
+
+    def the_router_is_within_half_a_segment(self):
+        """Not where segments find no room."""
+
+    @invariant()
+    def nothing_is_given_up_while_it_is_copied(self):
+        assert not hasattr(self, "twin") or not self.cache.accelerator.violations
+
+
 class TestLate(LateMachine.TestCase):
     settings = settings(max_examples=30)
 
 
 class TestDelayed(DelayedMachine.TestCase):
     settings = settings(max_examples=15)
+
+
+class TestRefused(RefusedMachine.TestCase):
+    settings = settings(max_examples=30)
 
 
 # Steps
