@@ -386,7 +386,8 @@ def test_a_forked_child_leaves_its_parents_idle_mappings_alone():
         twin = Twin(build(pool=pool))
         twin.append(30)
         twin.check()
-        assert not twin.cache.accelerator.registered, "the parent still has its mappings"
+        registered = sum(twin.cache.accelerator.registered.values())
+        assert registered == twin.cache.registrar.buffer_bytes, "the parent still has its mappings"
         print("fine")
         """
     )
