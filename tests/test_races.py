@@ -18,6 +18,7 @@ from simulated_streams import (
     LateOutbox,
     RefusingAccelerator,
 )
+from test_regions import run_script
 from test_state_machine import CacheMachine
 from test_step import assert_attends
 
@@ -315,6 +316,29 @@ def test_caches_on_several_threads_do_not_disturb_each_other():
         for thread in threads:
             thread.join()
     assert not errors
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_at_exit_nothing_is_unregistered_while_it_is_copied(share):
+    result = run_script(
+        f"""
+        from simulated_streams import RefusingAccelerator
+
+        class Reporting(RefusingAccelerator):
+            def unregister(self, address):
+                super().unregister(address)
+                print(len(self.violations))
+
+        with accelerators(Reporting):
+            cache = build(share={share})
+        for layer_idx in range(2):
+            cache.append(layer_idx, *new_tokens(cache, 30))
+            cache.flush(layer_idx)
+        assert any(stream._operations for stream in cache.accelerator._streams)
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert set(result.stdout.split()) == {"0"}
 
 
 # On CUDA

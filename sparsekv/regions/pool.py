@@ -4,7 +4,6 @@ reuses them.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import threading
 import weakref
@@ -136,7 +135,11 @@ class RegionPool:
 _POOLS: weakref.WeakSet[RegionPool] = weakref.WeakSet()
 
 
-@atexit.register
 def _unregister_at_exit() -> None:
     for pool in _POOLS:
         pool._unregister_all()
+
+
+# At exit finalizers run in the reverse of the order in which they were made: this one, made before
+# any cache, after all of them have waited for their copies.
+weakref.finalize(RegionPool, _unregister_at_exit)
