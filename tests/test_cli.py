@@ -8,8 +8,9 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,16 @@ class TestGenerate:
 class TestProgress:
     def test_bars_go_to_stderr_when_it_is_a_terminal(self, folder: Path) -> None:
         terminal, stderr = pty.openpty()
+        chunks: list[bytes] = []
+
+        def drain() -> None:
+            # A terminal holds 4 KiB, which a slow run exceeds; once nobody writes, reading fails.
+            with suppress(OSError):
+                while chunk := os.read(terminal, 1 << 16):
+                    chunks.append(chunk)
+
+        reader = threading.Thread(target=drain)
+        reader.start()
         arguments = ["generate", str(folder), "--prompt", PROMPT, *SMALL, "--compare"]
         done = subprocess.run(
             [sys.executable, "-m", "sparsekv.cli.main", *arguments],
@@ -418,8 +429,9 @@ class TestProgress:
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
         )
         os.close(stderr)
-        bars = os.read(terminal, 1 << 20).decode()
+        reader.join()
         os.close(terminal)
+        bars = b"".join(chunks).decode()
         assert done.returncode == 0, bars
         for phase in ("loading", "prefill", "decode", "unpatched: prefill", "unpatched: decode"):
             assert phase in bars
