@@ -63,7 +63,9 @@ class CudaAccelerator(Accelerator):
             )
 
     def unregister(self, address: int) -> None:
-        # At exit the driver may be gone, and the registration with it.
+        # Kernels may be reading there. At exit the driver may be gone, and the
+        # registration with it.
+        self.call("cuCtxSynchronize")
         self.call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def call(self, name: str, *args: object) -> int:

@@ -7,8 +7,10 @@ from functools import partial
 from torch import Tensor
 
 from sparsekv.attention import HostAttention, HostCalls, HostJobs, split_attention
+from sparsekv.attention.split import Load
 from sparsekv.cache import InplaceKVCache
-from sparsekv.transfer import stream
+from sparsekv.format import KVView
+from sparsekv.transfer import reads_in_place, stream
 
 
 def attend(
@@ -22,8 +24,9 @@ def attend(
 ) -> Tensor:
     """Attend to everything a layer holds, then let its full segments leave the window.
 
-    The unpinned region is attended where it lies, by the CPU; the pinned one passes through the
-    ping-pong buffers; the window, and tokens just appended, are attended where they are.
+    The unpinned region is attended where it lies, by the CPU; the pinned one where it lies too, by
+    the accelerator, or, where that would read it more than once, through the ping-pong buffers; the
+    window, and tokens just appended, where they are.
 
     Args:
         query: (batch, num_heads, num_queries, head_dim): the last tokens appended, in order.
@@ -37,23 +40,36 @@ def attend(
         LayoutError: the query does not match the cache.
         CapacityError: full segments found no memory; attention was computed, nothing is lost.
     """
-    # The next layer's first chunks are copied while this one's experts compute; after the last
-    # layer comes the first one of the next step.
-    upcoming, after = cache.pinned_ahead((layer_idx + 1) % cache.spec.geometry.num_layers)
-    load = partial(stream, cache.ping_pong, upcoming=upcoming, after=after)
     views = cache.views(layer_idx)
+    is_in_place = reads_in_place(query, cache.spec.geometry.num_kv_heads, mask)
     out, _ = split_attention(
         query,
         views,
         softmax_scale,
         key_mask=key_mask,
         mask=mask,
-        load=load,
+        load=partial(_as_they_lie, cache) if is_in_place else _streamed(cache, layer_idx),
         host=_host_of(cache),
     )
     cache.flush(layer_idx)
     cache.register_ahead(layer_idx)
     return out
+
+
+def _as_they_lie(cache: InplaceKVCache, pinned: tuple[KVView, ...]) -> tuple[KVView, ...]:
+    """The accelerator reads registered memory itself; the bytes cross the bus as copies do."""
+    bytes_per_token = cache.spec.geometry.bytes_per_token_per_layer
+    for view in pinned:
+        cache.accelerator.h2d_bytes += view.num_tokens * view.batch_size * bytes_per_token
+    return pinned
+
+
+def _streamed(cache: InplaceKVCache, layer_idx: int) -> Load:
+    """Through the ping-pong buffers; the next layer's first chunks are copied while this one's
+    experts compute, and after the last layer comes the first one of the next step.
+    """
+    upcoming, after = cache.pinned_ahead((layer_idx + 1) % cache.spec.geometry.num_layers)
+    return partial(stream, cache.ping_pong, upcoming=upcoming, after=after)
 
 
 def _host_of(cache: InplaceKVCache) -> HostAttention:
