@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,20 +19,31 @@ from benchmarks.results import FOLDER, Check, Row, make_result, write_result
 THREADS = (1, 2, 4, 8, 15, 16)
 
 
-def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """A parser with the options of every script; `rounds` is the default of --rounds."""
+def parser(description: str | None, rounds: int, *, scales: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options of every script.
+
+    Args:
+        description: what the script measures.
+        rounds: the default of --rounds.
+        scales: whether the script measures several numbers of threads, or one.
+    """
     made = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument(
-        "--threads",
-        type=numbers,
-        default=[n for n in THREADS if n <= num_cores()],
-        metavar="N,N,...",
-        help="numbers of threads (default: those of 1, 2, 4, 8, 15, 16 that have a core each)",
-    )
+    if scales:
+        made.add_argument(
+            "--threads",
+            type=numbers,
+            default=[n for n in THREADS if n <= num_cores()],
+            metavar="N,N,...",
+            help="numbers of threads (default: those of 1, 2, 4, 8, 15, 16 that have a core each)",
+        )
+    else:
+        made.add_argument(
+            "--threads", type=int, help="threads (default: as many as the library takes)"
+        )
     made.add_argument(
         "--rounds",
         type=int,
@@ -78,6 +90,19 @@ def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
         task = bar.add_task(description, total=total)
         bar.refresh()
         yield lambda: bar.update(task, advance=1, refresh=True)
+
+
+class Report:
+    """Lines on stderr about what was measured, with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._console = Console(stderr=True, highlight=False)
+
+    def __call__(self, text: str) -> None:
+        """One more line."""
+        seconds = time.perf_counter() - self._start
+        self._console.print(f"{seconds:6.1f} s  {text}", markup=False, soft_wrap=True)
 
 
 def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:

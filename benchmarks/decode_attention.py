@@ -1,0 +1,193 @@
+"""Measure decode steps: all attention layers of a model over a long context, and what surrounds it.
+
+For each model, batch and context: milliseconds a layer at several shares of the CPU, from 0
+(everything is streamed to the GPU) to 1 (the CPU attends to everything), beside the ceilings of
+memory and bus in the same rounds, and transformers' DynamicCache on the GPU and offloaded. At the
+first of them also: the step over a short context, a thousand steps one after the other, the step
+with one of its parts replaced, and a whole model of random weights.
+
+The accelerator is simulated where there is no CUDA; then only --quick is of use.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.command import Report, finish, parser, print_table
+from benchmarks.decode_ablations import ablations
+from benchmarks.decode_case import NUM_LAYERS, Case
+from benchmarks.decode_checks import best, checks
+from benchmarks.decode_rounds import StepCeilings
+from benchmarks.decode_steps import short, steps
+from benchmarks.decode_sweep import baselines, sweep, unless_memory_is_short
+from benchmarks.results import Row
+from benchmarks.whole_model import model_rows
+from sparsekv.kernels import cpu
+from sparsekv.kernels.cpu import library
+
+PARTS = ("sweep", "baselines", "short", "steps", "ablations", "model")
+_SHARES = (0.0, 0.4, 0.5, 0.6, 0.7, 1.0)
+_USUAL_SHARE = 0.6
+"""For the parts that need one share, where no sweep tells the best."""
+
+_MODEL_LAYERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A model's shape, batch and context, and the shares to measure there."""
+
+    shape: str
+    batch_size: int
+    context: int
+    shares: tuple[float, ...] = _SHARES
+
+
+_PLANS = {
+    "short": [
+        Point("qwen3", 16, 32 << 10),
+        Point("mixtral", 16, 16 << 10, (0.0, 0.5, 0.6, 0.7)),
+        Point("qwen3", 4, 8 << 10, (0.0, 0.5, 0.6, 1.0)),
+    ],
+    "full": [
+        Point(shape, batch_size, context)
+        for shape in NUM_LAYERS
+        for batch_size in (16, 4, 32)
+        for context in (32 << 10, 16 << 10, 8 << 10)
+    ],
+}
+_QUICK_PLAN = [Point("qwen3", 2, 640, (0.5,)), Point("mixtral", 2, 512, (0.0, 1.0))]
+_QUICK_LAYERS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How many steps each part takes."""
+
+    short_rounds: int
+    num_steps: int
+
+
+_SIZES, _QUICK_SIZES = Sizes(short_rounds=60, num_steps=1000), Sizes(short_rounds=2, num_steps=4)
+
+
+def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """Add all rows to `rows`, each as soon as there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report = Report()
+    library.set_num_threads(arguments.threads)
+    num_threads = cpu.backend().num_threads
+    try:
+        with StepCeilings(num_threads, arguments.quick) as ceilings:
+            for point in _QUICK_PLAN if arguments.quick else _PLANS[arguments.plan]:
+                case = Case.of_model(point.shape, point.batch_size, point.context, device)
+                if arguments.quick:
+                    case = case.with_layers(_QUICK_LAYERS)
+                for part in _parts_of(point, arguments):
+                    for row in _measure_part(part, case, point, arguments, ceilings, rows):
+                        rows.append({**row, "num_threads": num_threads})
+                        report(_line(rows[-1]))
+    finally:
+        library.set_num_threads(None)
+
+
+def _parts_of(point: Point, arguments: argparse.Namespace) -> list[str]:
+    """Sweep and baselines everywhere, the others at the first point only."""
+    first = (_QUICK_PLAN if arguments.quick else _PLANS[arguments.plan])[0]
+    everywhere = PARTS if point == first else PARTS[:2]
+    return [part for part in everywhere if part in arguments.parts]
+
+
+def _measure_part(
+    part: str,
+    case: Case,
+    point: Point,
+    arguments: argparse.Namespace,
+    ceilings: StepCeilings,
+    rows: Sequence[Row],
+) -> Iterable[Row]:
+    rounds, is_quick = arguments.rounds, arguments.quick
+    sizes = _QUICK_SIZES if is_quick else _SIZES
+    fastest = best([row for row in rows if row.items() >= case.known.items()])
+    share = _USUAL_SHARE if fastest is None else fastest["share"]
+    measures: dict[str, Callable[[], Iterable[Row]]] = {
+        "sweep": lambda: sweep(case, arguments.shares or point.shares, rounds, ceilings),
+        "baselines": lambda: baselines(case, rounds, ceilings),
+        "short": lambda: short(case, sizes.short_rounds),
+        "steps": lambda: steps(case, share, sizes.num_steps),
+        "ablations": lambda: ablations(case, share, rounds),
+        "model": lambda: model_rows(case.with_layers(_MODEL_LAYERS), share, rounds, is_quick),
+    }
+    return unless_memory_is_short({**case.known, "part": part}, measures[part])
+
+
+def _line(row: Row) -> str:
+    """A row in a few words, for those who wait."""
+    words = [row["kind"], row["shape"], row["size"], row.get("way", row.get("part")), _share(row)]
+    for name in ("ms_per_layer", "us_per_layer", "p50_ms", "kv_gbs", "fraction", "fill_seconds"):
+        if name in row:
+            words.append(f"{name} {row[name]:.3g}")
+    return ", ".join(str(word) for word in (*words, row.get("reason")) if word not in (None, ""))
+
+
+def _share(row: Row) -> str:
+    return f"{row['share']:g}" if "share" in row else ""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    options = parser(__doc__, rounds=5, scales=False)
+    options.add_argument(
+        "--plan", choices=_PLANS, default="short", help="batches and contexts (default: short)"
+    )
+    options.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="what to measure (default: everything)",
+    )
+    options.add_argument(
+        "--shares", nargs="+", type=float, help="shares of the CPU (default: those of the plan)"
+    )
+    arguments = options.parse_args(argv)
+    rows: list[Row] = []
+    try:
+        measure(arguments, rows)
+    finally:
+        # Also after an error: what was measured took minutes.
+        _show(rows)
+        finish("decode_attention", rows, checks, arguments)
+
+
+def _show(rows: Sequence[Row]) -> None:
+    columns = ("shape", "size", "layers", "what", "share", "ms a layer", "GB/s", "ceiling", "part")
+    lines = [
+        (
+            row["shape"],
+            row["size"],
+            row["layers"],
+            row["way"],
+            _share(row),
+            row["ms_per_layer"],
+            *(
+                f"{row[key]:.3g}" if key in row else ""
+                for key in ("kv_gbs", "ceiling_gbs", "fraction")
+            ),
+        )
+        for row in rows
+        if "ms_per_layer" in row
+    ]
+    print_table("decode steps", columns, lines)
+    lines = [
+        (r["shape"], r["size"], r["way"], r["us_per_layer"]) for r in rows if r["kind"] == "short"
+    ]
+    print_table("all in the window", ("shape", "size", "what", "us a layer"), lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What a step costs where there is nothing to move, and how even many steps are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median, quantiles
+
+from benchmarks.decode_case import Case
+from benchmarks.decode_rounds import seconds_of, take_turns
+from benchmarks.decode_sweep import WARM_UP
+from benchmarks.decode_ways import DecodeWay, DynamicDecode, PlainDecode, RegionDecode
+from benchmarks.results import Row
+
+_SHORT_CONTEXT = 128
+_STEPS_LAYERS = 4
+
+
+def short(case: Case, rounds: int) -> Iterator[Row]:
+    """Steps of all layers over a short context, which lies in the window, the ways in turn."""
+    case = replace(case, context=_SHORT_CONTEXT)
+    num_steps = WARM_UP + rounds
+    ways: list[DecodeWay] = [
+        RegionDecode(case, 0.5, num_steps),
+        PlainDecode(case, num_steps),
+        DynamicDecode(case),
+    ]
+    ours, plain, dynamic = take_turns([w.step for w in ways], case.device, rounds, WARM_UP)
+    for way, samples in zip(ways, (ours, plain, dynamic), strict=True):
+        row = {**case.known, "kind": "short", "way": way.name}
+        row["us_per_layer"] = 1e6 * median(samples) / case.num_layers
+        row["samples"] = [1e6 * s / case.num_layers for s in samples]
+        if samples is ours:
+            extra = [a - b for a, b in zip(ours, plain, strict=True)]
+            row["extra_us"] = 1e6 * median(extra) / case.num_layers
+        yield row
+
+
+def steps(case: Case, cpu_share: float, num_steps: int) -> Iterator[Row]:
+    """Many steps one after the other, of a few layers; windows leave the accelerator meanwhile."""
+    case = case.with_layers(_STEPS_LAYERS)
+    way = RegionDecode(case, cpu_share, WARM_UP + num_steps)
+    for _ in range(WARM_UP):
+        seconds_of(way.step, case.device)
+    samples, evicting = [], []
+    for _ in range(num_steps):
+        is_evicting = way.is_full_window_next()
+        samples.append(1e3 * seconds_of(way.step, case.device))
+        if is_evicting:
+            evicting.append(samples[-1])
+    row = {
+        **case.known,
+        "kind": "steps",
+        "way": way.name,
+        "share": cpu_share,
+        "num_steps": num_steps,
+        "p50_ms": median(samples),
+        "p99_ms": quantiles(samples, n=100, method="inclusive")[98],
+        "samples": samples,
+    }
+    if evicting:
+        row |= {"evicting_ms": median(evicting), "evicting_samples": evicting}
+    yield row
