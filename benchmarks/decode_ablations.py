@@ -38,8 +38,8 @@ LIBRARY, AS_IT_IS, FIXED_SHARE = "the library", "the step as it is", "share 0.5"
 _LAYERS = 4
 
 Source = Callable[[Tensor], Tensor]
-"""From the bytes of a chunk in the pinned region, (segments, elements), to what is copied: as many
-elements, of any shape and content.
+"""From the elements of one segment in the pinned region to what is copied instead: as many, of any
+shape and content.
 """
 
 
@@ -85,9 +85,9 @@ class PageableSource:
         self._turns = Turns(memory.numel())
 
     def __call__(self, host: Tensor) -> Tensor:
-        """Elements of the shape of `host`."""
+        """As many elements as `host` has."""
         first = self._turns.take(host.numel(), 1)
-        return self._memory[first : first + host.numel()].view(host.shape)
+        return self._memory[first : first + host.numel()]
 
 
 class StridedSource:
@@ -96,14 +96,13 @@ class StridedSource:
     def __init__(self, memory: Tensor, spec: PartitionSpec) -> None:
         heads, elements = spec.geometry.num_kv_heads, spec.geometry.elements_per_token
         self._tensor = memory.view(spec.batch_size, heads, -1, elements)
-        self._tokens_per_segment = spec.segment_tokens
+        self._segment_tokens = spec.segment_tokens
         self._turns = Turns(self._tensor.shape[2])
 
     def __call__(self, host: Tensor) -> Tensor:
-        """(rows, num_kv_heads, tokens, elements) with as many tokens as `host` has."""
-        num_tokens = host.shape[0] * self._tokens_per_segment
-        first = self._turns.take(num_tokens, 1)
-        return self._tensor[:, :, first : first + num_tokens]
+        """(rows, num_kv_heads, tokens of a segment, elements)"""
+        first = self._turns.take(self._segment_tokens, 1)
+        return self._tensor[:, :, first : first + self._segment_tokens]
 
 
 def _rebuilt(host: Tensor) -> Tensor:
@@ -152,23 +151,29 @@ class Transfer:
 
     def _begin(self, chunk: KVView) -> tuple[KVView, torch.cuda.Event | None]:
         """Begin a copy into the buffer used least lately; the view there, and when it is."""
-        count, stride = chunk.key.shape[0], chunk.key.stride(0)
+        count = chunk.key.shape[0]
         # A slot begins with its first key and is one piece.
-        host = self._source(chunk.key.as_strided((count, self._per_segment), (stride, 1)))
-        buffer = self._buffers[0]
+        slots = chunk.key.as_strided((count, self._per_segment), (chunk.key.stride(0), 1))
+        buffer, ready = self._buffers[0], None
         self._buffers.rotate()
-        target, ready = buffer[: host.numel()].view(host.shape), None
+        # Slot by slot: a copy must not cross from one registration into the next.
+        pairs = list(zip(buffer.split(self._per_segment), slots, strict=False))
         if self._stream is None:
-            target.copy_(host)
+            self._copy(pairs)
         else:
             self._stream.wait_stream(torch.cuda.current_stream())  # the buffer's last reader
             with torch.cuda.stream(self._stream):
-                target.copy_(host, non_blocking=True)
+                self._copy(pairs)
                 ready = self._stream.record_event()
         rows, heads = chunk.key.shape[1:3]
         elements = buffer[: count * self._per_segment].view(count, rows, heads, -1)
         key, value = split_elements(elements, self._spec.geometry, self._spec.segment_tokens)
         return KVView(key, value, chunk.positions), ready
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, slot in pairs:
+            host = self._source(slot)
+            target.view(host.shape).copy_(host, non_blocking=True)
 
 
 class AblatedStep:

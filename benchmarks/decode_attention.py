@@ -21,13 +21,11 @@ from benchmarks.command import Report, finish, parser, print_table
 from benchmarks.decode_ablations import ablations
 from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_checks import best, checks
-from benchmarks.decode_rounds import StepCeilings
+from benchmarks.decode_rounds import StepCeilings, attending_threads
 from benchmarks.decode_steps import short, steps
 from benchmarks.decode_sweep import baselines, sweep, unless_memory_is_short
 from benchmarks.results import Row
 from benchmarks.whole_model import model_rows
-from sparsekv.kernels import cpu
-from sparsekv.kernels.cpu import library
 
 PARTS = ("sweep", "baselines", "short", "steps", "ablations", "model")
 _SHARES = (0.0, 0.4, 0.5, 0.6, 0.7, 1.0)
@@ -79,20 +77,18 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
     """Add all rows to `rows`, each as soon as there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = Report()
-    library.set_num_threads(arguments.threads)
-    num_threads = cpu.backend().num_threads
-    try:
-        with StepCeilings(num_threads, arguments.quick) as ceilings:
-            for point in _QUICK_PLAN if arguments.quick else _PLANS[arguments.plan]:
-                case = Case.of_model(point.shape, point.batch_size, point.context, device)
-                if arguments.quick:
-                    case = case.with_layers(_QUICK_LAYERS)
-                for part in _parts_of(point, arguments):
-                    for row in _measure_part(part, case, point, arguments, ceilings, rows):
-                        rows.append({**row, "num_threads": num_threads})
-                        report(_line(rows[-1]))
-    finally:
-        library.set_num_threads(None)
+    with (
+        attending_threads(arguments.threads) as num_threads,
+        StepCeilings(num_threads, arguments.quick) as ceilings,
+    ):
+        for point in _QUICK_PLAN if arguments.quick else _PLANS[arguments.plan]:
+            case = Case.of_model(point.shape, point.batch_size, point.context, device)
+            if arguments.quick:
+                case = case.with_layers(_QUICK_LAYERS)
+            for part in _parts_of(point, arguments):
+                for row in _measure_part(part, case, point, arguments, ceilings, rows):
+                    rows.append({**row, "num_threads": num_threads})
+                    report(_line(rows[-1]))
 
 
 def _parts_of(point: Point, arguments: argparse.Namespace) -> list[str]:

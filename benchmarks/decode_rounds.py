@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from types import TracebackType
 
@@ -12,6 +12,8 @@ import torch
 
 from benchmarks.ceilings import BusCeiling, ReadCeiling, filled_buffer, measuring_bytes
 from benchmarks.results import Row
+from sparsekv.kernels import cpu
+from sparsekv.kernels.cpu import library
 
 _QUICK_BYTES = 8 << 20
 
@@ -55,6 +57,18 @@ class StepCeilings:
             found["ceiling_both_read_gbs"], found["ceiling_both_h2d_gbs"] = read, h2d
             found["ceiling_gbs"] = read + h2d
         return found
+
+
+@contextmanager
+def attending_threads(wanted: int | None) -> Iterator[int]:
+    """Let the library attend with so many threads, its own number if None; how many there are."""
+    if wanted is not None:
+        library.set_num_threads(wanted)
+    try:
+        yield cpu.backend().num_threads
+    finally:
+        if wanted is not None:
+            library.set_num_threads(None)
 
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:

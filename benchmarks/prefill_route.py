@@ -20,12 +20,10 @@ from torch import Tensor
 
 from benchmarks.command import Report, finish, parser, print_table
 from benchmarks.decode_case import Case
-from benchmarks.decode_rounds import seconds_of, take_turns
+from benchmarks.decode_rounds import attending_threads, seconds_of, take_turns
 from benchmarks.decode_ways import AttentionModule, attend_by_sdpa
 from benchmarks.results import Check, Row
 from sparsekv import CacheConfig, InplaceKVCache
-from sparsekv.kernels import cpu
-from sparsekv.kernels.cpu import library
 
 LAYER, LAYER_ROUTED = "layer", "layer, routed"
 ATTENTION, ATTENTION_ROUTED = "attention", "attention, routed"
@@ -184,10 +182,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     """All rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = Report()
-    library.set_num_threads(arguments.threads)
-    num_threads = cpu.backend().num_threads
     rows: list[Row] = []
-    try:
+    with attending_threads(arguments.threads) as num_threads:
         for name in arguments.shapes:
             batch_size, context = _QUICK_SIZE if arguments.quick else _SIZES[name]
             case = Case.of_model(name, batch_size, context, device)
@@ -197,8 +193,6 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
             for row in measure_case(case, width, arguments.rounds):
                 rows.append({**row, "num_threads": num_threads})
                 report(f"{name}, {case.size}, {row['way']}: {row['ms_per_layer']:.2f} ms a layer")
-    finally:
-        library.set_num_threads(None)
     return rows
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import tables
+from benchmarks import decode_tables, tables
 from benchmarks.plots import draw_scaling, has_scaling
 from benchmarks.results import FOLDER, ROOT, Result, load_results
 
@@ -21,6 +21,9 @@ TABLES: dict[str, tuple[str, Callable[[list[Result]], str]]] = {
     "cpu_attention": ("cpu_attention", tables.cpu_attention),
     "cpu_attention in short": ("cpu_attention", tables.cpu_attention_in_short),
     "cpu_gather": ("cpu_gather", tables.cpu_gather),
+    "decode_attention": ("decode_attention", decode_tables.decode_attention),
+    "decode_attention in short": ("decode_attention", decode_tables.decode_in_short),
+    "prefill_route": ("prefill_route", decode_tables.prefill_route),
 }
 """By name: the topic whose results it shows, one for each machine, and what makes Markdown of them.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention_checks, ceilings, render
+from benchmarks import attention_checks, ceilings, decode_checks, prefill_route, render
 from benchmarks.plots import digest, draw_scaling, has_scaling, plot_name
 from benchmarks.results import ROOT, Result, Row, load_results, make_result, write_result
 
@@ -15,7 +15,7 @@ SHOWN = [result for result in load_results("cpu_attention") if has_scaling(resul
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Results of three topics."""
+    """A result of every topic."""
     memory = {"bytes": 1 << 30, "huge_fraction": 1.0}
     rows = [
         {"what": "read", "num_threads": 4, "gbs": 43.21, "samples": [43.21], **memory},
@@ -28,6 +28,15 @@ def folder(tmp_path: Path) -> Path:
     rows = [{"way": "gather", "piece_bytes": 1024, "num_threads": 2, **rates}]
     gather = make_result("cpu_gather", rows, ceilings.checks, "abacus")
     write_result(gather, tmp_path)
+    write_result(
+        make_result("decode_attention", decode(), decode_checks.checks, "abacus"), tmp_path
+    )
+    known = {"shape": "qwen3", "size": "16 x 8K", "layers": 48, "device": "cuda"}
+    rows = [
+        {**known, "way": way, "ms_per_layer": ms, "samples": [ms]}
+        for way, ms in ((prefill_route.LAYER, 40.0), (prefill_route.LAYER_ROUTED, 40.2))
+    ]
+    write_result(make_result("prefill_route", rows, prefill_route.checks, "abacus"), tmp_path)
     return tmp_path
 
 
@@ -41,6 +50,29 @@ def attention() -> Result:
     found = {"relative_error": 1.2e-6, "lse_error": 3e-8}
     rows.append({"kind": "error", "shape": "qwen3", "way": "avx512", **found})
     return make_result("cpu_attention", rows, attention_checks.checks, "abacus")
+
+
+def decode() -> list[Row]:
+    known: Row = {"shape": "qwen3", "size": "16 x 32K", "layers": 48, "device": "cuda"}
+    ceilings = {"ceiling_read_gbs": 98.0, "ceiling_h2d_gbs": 55.0, "ceiling_gbs": 130.0}
+    ceilings |= {"ceiling_both_read_gbs": 79.0, "ceiling_both_h2d_gbs": 51.0}
+    rows: list[Row] = [
+        {**known, **ceilings, "kind": "decode", "way": "sparsekv", "share": share}
+        | {"ms_per_layer": ms, "kv_gbs": 1000 / ms, "fraction": 7.0 / ms}
+        | {"cpu_gbs": 1000 / ms * share, "h2d_gbs": 1000 / ms * (1 - share)}
+        for share, ms in ((0.0, 20.0), (0.6, 8.0))
+    ]
+    few = known | {"layers": 4}
+    offloaded = {"way": "DynamicCache, offloaded", "ms_per_layer": 196.0, "kv_gbs": 5.5}
+    rows.append({**few, **offloaded, "kind": "decode"})
+    rows.append({**known, "kind": "left out", "part": "model", "reason": "too little memory"})
+    rows.append({**known, "kind": "short", "way": "sparsekv", "us_per_layer": 61.5})
+    steps = {"num_steps": 1000, "share": 0.6, "p50_ms": 30.0, "p99_ms": 31.0, "evicting_ms": 30.5}
+    rows.append({**few, **steps, "kind": "steps", "way": "sparsekv"})
+    slow = {"way": "pageable source", "share": 0.6, "ms_per_layer": 20.0, "relative_speed": 0.5}
+    rows.append({**few, **slow, "kind": "ablation"})
+    rows.append({**few, "kind": "model", "way": "sparsekv", "share": 0.6, "ms_per_layer": 16.4})
+    return rows
 
 
 def marked(name: str) -> str:
@@ -64,6 +96,21 @@ def test_documents_are_as_they_are_rendered(path: Path) -> None:
         ("cpu_attention", "| qwen3, best, 8 threads: times torch's attention | 9 | at least 1.5 |"),
         ("cpu_attention in short", "| abacus, 8 threads | qwen3 | 72.0 (avx512) | 90 % | 8.00 |"),
         ("cpu_gather", "| 1,024 B, threads | memcpy | non-temporal | gather |"),
+        ("decode_attention", "| share 0 | 48 | 20.00 | 50.0 | 0.00 | 50.0 | 130 | 35 % |"),
+        ("decode_attention", "| **share 0.6** | 48 | 8.00 | 125 | 75.0 | 50.0 | 130 | 88 % |"),
+        ("decode_attention", "| DynamicCache, offloaded | 4 | 196.00 | 5.50 |  |  |  |  |"),
+        ("decode_attention", "reading 98.0 GB/s, host to GPU 55.0; together 79.0 and 51.0."),
+        ("decode_attention", "| sparsekv | 61.5 |"),
+        ("decode_attention", "| share 0.6 | 30.00 | 31.00 | 30.50 |"),
+        ("decode_attention", "| pageable source | 0.6 | 20.00 | 0.50 |"),
+        ("decode_attention", "| sparsekv | 4 | 16.40 |"),
+        ("decode_attention", "Left out: qwen3, 16 x 32K, model: too little memory"),
+        (
+            "decode_attention in short",
+            "| abacus | qwen3, 16 x 32K | 0.6 | 8.00 | 125 | 88 % | 24.5 |",
+        ),
+        ("prefill_route", "| layer, routed | 48 | 40.20 |"),
+        ("prefill_route", "part of a layer's prefill | 0.005 | at most 0.01 | yes |"),
         ("cpu_gather", "| 2 | 10.0 | 15.0 | 12.3 (82 %) |"),
     ],
 )

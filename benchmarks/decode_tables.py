@@ -1,0 +1,150 @@
+"""Markdown of decode steps and of routing in a prefill; see `tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.decode_checks import best, cases
+from benchmarks.decode_ways import OFFLOADED
+from benchmarks.results import Result, Row
+from benchmarks.tables import checks, markdown, percent, provenance, rate
+
+_SWEEP = {
+    "kv_gbs": "keys and values, GB/s",
+    "cpu_gbs": "CPU, GB/s",
+    "h2d_gbs": "host to GPU, GB/s",
+    "ceiling_gbs": "both ceilings together, GB/s",
+}
+
+
+def decode_attention(results: Sequence[Result]) -> str:
+    """Every case over the share, then what was measured at one case only; targets."""
+    parts = []
+    for result in results:
+        parts.append(provenance(result))
+        for shape, size, rows in cases(result.rows):
+            for table in (_sweep, _short, _steps, _ablations, _model):
+                parts += table(f"{shape}, {size}", rows)
+        parts += _left_out(result.rows)
+        parts.append(checks(result))
+    return "\n\n".join(parts)
+
+
+def decode_in_short(results: Sequence[Result]) -> str:
+    """The best share of each case, beside the ceilings and transformers' offloaded cache."""
+    lines = []
+    for result in results:
+        for shape, size, rows in cases(result.rows):
+            fastest = best(rows)
+            if fastest is None:
+                continue
+            theirs = [r for r in rows if r["kind"] == "decode" and r["way"] == OFFLOADED]
+            lines.append(
+                [
+                    result.machine["name"],
+                    f"{shape}, {size}",
+                    f"{fastest['share']:g}",
+                    _ms(fastest),
+                    rate(fastest["kv_gbs"]),
+                    _fraction(fastest),
+                    _times(theirs[0], fastest) if theirs else "",
+                ]
+            )
+    return markdown(
+        [
+            "machine",
+            "model, batch x context",
+            "CPU's share",
+            "ms a layer",
+            "keys and values, GB/s",
+            "of both ceilings together",
+            "times the offloaded cache",
+        ],
+        lines,
+    )
+
+
+def prefill_route(results: Sequence[Result]) -> str:
+    """Milliseconds a layer of each way; targets."""
+    parts = []
+    for result in results:
+        parts.append(provenance(result))
+        for shape, size, rows in cases(result.rows):
+            lines = [[row["way"], row["layers"], _ms(row)] for row in rows]
+            parts.append(markdown([f"{shape}, {size}", "layers", "ms a layer"], lines))
+        parts.append(checks(result))
+    return "\n\n".join(parts)
+
+
+def _sweep(title: str, rows: Sequence[Row]) -> Iterator[str]:
+    fastest = best(rows)
+    lines = []
+    for row in rows:
+        if row["kind"] != "decode":
+            continue
+        name = f"share {row['share']:g}" if "share" in row else row["way"]
+        rates = [rate(row[key]) if key in row else "" for key in _SWEEP]
+        what = f"**{name}**" if row is fastest else name
+        lines.append([what, row["layers"], _ms(row), *rates, _fraction(row)])
+    if lines:
+        columns = [title, "layers", "ms a layer", *_SWEEP.values(), "fraction"]
+        yield markdown(columns, lines)
+    if fastest is not None and "ceiling_h2d_gbs" in fastest:
+        yield (
+            f"Ceilings beside the fastest: reading {rate(fastest['ceiling_read_gbs'])} GB/s, host "
+            f"to GPU {rate(fastest['ceiling_h2d_gbs'])}; together "
+            f"{rate(fastest['ceiling_both_read_gbs'])} and "
+            f"{rate(fastest['ceiling_both_h2d_gbs'])}."
+        )
+
+
+def _short(title: str, rows: Sequence[Row]) -> Iterator[str]:
+    lines = [[r["way"], f"{r['us_per_layer']:.1f}"] for r in rows if r["kind"] == "short"]
+    if lines:
+        yield markdown([f"{title}, all in the window", "us a layer"], lines)
+
+
+def _steps(title: str, rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row["kind"] == "steps":
+            what = f"{title}, {row['layers']} layers, {row['num_steps']} steps"
+            evicting = f"{row['evicting_ms']:.2f}" if "evicting_ms" in row else ""
+            line = [f"share {row['share']:g}", f"{row['p50_ms']:.2f}", f"{row['p99_ms']:.2f}"]
+            columns = [what, "P50, ms a step", "P99, ms a step", "evicting steps, median ms"]
+            yield markdown(columns, [[*line, evicting]])
+
+
+def _ablations(title: str, rows: Sequence[Row]) -> Iterator[str]:
+    lines = [
+        [row["way"], f"{row['share']:g}", _ms(row), f"{row['relative_speed']:.2f}"]
+        for row in rows
+        if row["kind"] == "ablation"
+    ]
+    if lines:
+        yield markdown([f"{title}, replaced", "share", "ms a layer", "relative speed"], lines)
+
+
+def _model(title: str, rows: Sequence[Row]) -> Iterator[str]:
+    lines = [[r["way"], r["layers"], _ms(r)] for r in rows if r["kind"] == "model"]
+    if lines:
+        yield markdown([f"{title}, whole model", "layers", "ms a layer"], lines)
+
+
+def _left_out(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row["kind"] == "left out":
+            what = row.get("way", row.get("part"))
+            share = f", share {row['share']:g}" if "share" in row else ""
+            yield f"Left out: {row['shape']}, {row['size']}, {what}{share}: {row['reason']}"
+
+
+def _ms(row: Row) -> str:
+    return f"{row['ms_per_layer']:.2f}"
+
+
+def _fraction(row: Row) -> str:
+    return percent(row["fraction"]) if "fraction" in row else ""
+
+
+def _times(theirs: Row, ours: Row) -> str:
+    return f"{theirs['ms_per_layer'] / ours['ms_per_layer']:.1f}"

@@ -1,0 +1,232 @@
+"""The benchmark of decode steps compares what computes the same, and judges what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsekv
+from benchmarks import decode_ablations, decode_attention, memory_ceilings, whole_model
+from benchmarks.attention_shapes import SHAPES
+from benchmarks.decode_ablations import AblatedStep, PageableSource, StridedSource, Transfer
+from benchmarks.decode_case import Case
+from benchmarks.decode_checks import best, checks
+from benchmarks.decode_rounds import StepCeilings, take_turns
+from benchmarks.decode_sweep import sweep, unless_memory_is_short
+from benchmarks.decode_ways import DecodeWay, DynamicDecode, PlainDecode, RegionDecode
+from benchmarks.results import Row, load_result
+from sparsekv.kernels import torch_ops
+
+try:
+    memory_ceilings._library()
+except RuntimeError as error:
+    pytest.skip(f"no ceilings here: {error}", allow_module_level=True)
+
+CPU = torch.device("cpu")
+STEPS = 3
+
+
+def case_of(name: str, context: int = 1100) -> Case:
+    """Two layers and rows: four placed segments and a part of a window."""
+    return Case(shape=SHAPES[name], num_layers=2, batch_size=2, context=context, device=CPU)
+
+
+def last_of(step: Callable[[], Tensor]) -> Tensor:
+    return [step() for _ in range(STEPS)][-1].float()
+
+
+@pytest.fixture(scope="module")
+def ceilings() -> Iterator[StepCeilings]:
+    with StepCeilings(1, is_quick=True) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_all_ways_are_the_same_attention(name: str) -> None:
+    case = case_of(name)
+    ways: list[DecodeWay] = [DynamicDecode(case), PlainDecode(case, STEPS)]
+    ways += [RegionDecode(case, share, STEPS) for share in (0.0, 0.5, 1.0)]
+    expected, *others = (last_of(way.step) for way in ways)
+    assert expected.abs().max() > 0.1
+    for out in others:
+        torch.testing.assert_close(out, expected, atol=1e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("is_rebuilt", [False, True])
+@pytest.mark.parametrize(
+    "on_cpu", [sparsekv.kernels.cpu.partial_attention, torch_ops.partial_attention]
+)
+def test_the_step_of_public_parts_is_the_librarys(is_rebuilt: bool, on_cpu: Callable) -> None:
+    case = case_of("qwen3")
+    whole, parts = (RegionDecode(case, 0.5, STEPS) for _ in range(2))
+    source = decode_ablations._rebuilt if is_rebuilt else lambda host: host
+    load = Transfer(parts.cache.spec, CPU, source)
+    step = AblatedStep(case, parts, load, on_cpu)
+    torch.testing.assert_close(last_of(step.run), last_of(whole.step), atol=1e-4, rtol=1e-4)
+    assert parts.cache.num_tokens == whole.cache.num_tokens
+
+
+def test_a_transfer_brings_every_segment_once_and_in_order() -> None:
+    case = case_of("mixtral", context=5 * 256)
+    way = RegionDecode(case, 0.0, STEPS)
+    pinned = way.cache.views(0).pinned
+    load = Transfer(way.cache.spec, CPU, lambda host: host)
+    # A view is good only until the next one is asked for.
+    loaded = [(v.positions.tolist(), v.key.clone(), v.value.clone()) for v in load(pinned)]
+    assert len(loaded) > 1
+    assert [p for positions, _, _ in loaded for p in positions] == [i * 256 for i in range(5)]
+    assert torch.equal(torch.cat([k for _, k, _ in loaded]), torch.cat([v.key for v in pinned]))
+    assert torch.equal(torch.cat([v for _, _, v in loaded]), torch.cat([v.value for v in pinned]))
+
+
+def test_other_sources_are_as_many_bytes_from_elsewhere() -> None:
+    case = case_of("qwen3", context=4 * 256)
+    spec = RegionDecode(case, 0.0, STEPS).cache.spec
+    num_elements = spec.segment_bytes // 2
+    memory = torch.arange(4 * num_elements, dtype=torch.int32)
+    host = torch.empty(num_elements)
+    for source in (PageableSource(memory), StridedSource(memory, spec)):
+        taken = [source(host) for _ in range(4)]
+        assert all(part.numel() == num_elements for part in taken)
+        assert len(torch.cat([part.flatten() for part in taken]).unique()) == 4 * num_elements
+    assert not taken[0].is_contiguous()
+    assert taken[0].shape[2] == spec.segment_tokens
+
+
+def test_windows_leave_in_the_steps_that_are_said_to_evict() -> None:
+    case = case_of("qwen3", context=2 * 256 - 2)
+    way = RegionDecode(case, 0.5, STEPS)
+    for is_evicting in (False, True, False):
+        before = sum(way.placed_bytes().values())
+        assert way.is_full_window_next() is is_evicting
+        way.step()
+        assert (sum(way.placed_bytes().values()) > before) is is_evicting
+
+
+def test_turns_alternate_and_forget_the_warm_up() -> None:
+    seen: list[str] = []
+    steps = [lambda: seen.append("a"), lambda: seen.append("b")]
+    samples = take_turns(steps, CPU, rounds=3, warm_up=2)
+    assert "".join(seen) == "ab" * 5
+    assert [len(kept) for kept in samples] == [3, 3]
+
+
+def test_rates_are_bytes_by_time(ceilings: StepCeilings) -> None:
+    case = case_of("qwen3", context=4 * 256)
+    (row,) = sweep(case, [0.25], rounds=1, ceilings=ceilings)
+    seconds = row["ms_per_layer"] * case.num_layers / 1e3
+    assert row["kv_bytes"] == case.kv_bytes
+    assert row["placed_share"] == 0.25
+    assert row["kv_gbs"] * seconds == pytest.approx(case.kv_bytes / 1e9)
+    assert row["cpu_gbs"] * seconds == pytest.approx(case.kv_bytes / 4e9)
+    assert row["h2d_gbs"] == pytest.approx(row["kv_gbs"] - row["cpu_gbs"])
+    assert row["h2d_bytes_per_step"] == 3 * case.kv_bytes / 4
+
+
+def test_what_memory_does_not_hold_is_left_out_with_the_reason(
+    ceilings: StepCeilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKV_HOST_MEMORY", "1MiB")
+    (row,) = sweep(case_of("qwen3"), [0.5], rounds=1, ceilings=ceilings)
+    assert (row["kind"], row["share"]) == ("left out", 0.5)
+    assert "GiB" in row["reason"]
+    assert checks([row | {"device": "cuda"}]) == []
+
+    def broken() -> list[Row]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(unless_memory_is_short({}, broken))
+
+
+def test_models_that_are_compared_are_one_model() -> None:
+    case = case_of("qwen3", context=600)
+    model = whole_model.random_model(case, is_quick=True)
+    twin = whole_model.with_same_weights(model)
+    assert twin.config is not model.config
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(ours is theirs for ours, theirs in pairs)
+    with sparsekv.patch(twin) as patched, torch.no_grad():
+        decoders = [
+            whole_model._Decoder(model, whole_model.DynamicCache(config=model.config), case),
+            whole_model._Decoder(twin, patched.new_cache(), case),
+        ]
+        expected, got = (last_of(decoder.step) for decoder in decoders)
+        assert patched.stats().num_tokens == case.context + STEPS
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
+
+
+def decode(share: float | None, ms: float, **fields: object) -> Row:
+    known = {"kind": "decode", "shape": "qwen3", "size": "16 x 32K", "device": "cuda", "layers": 48}
+    way = "DynamicCache, offloaded" if share is None else "sparsekv"
+    shares = {} if share is None else {"share": share, "fraction": 8.0 / ms}
+    return {**known, "way": way, "ms_per_layer": ms, **shares, **fields}
+
+
+def test_checks_judge_the_fastest_share_and_only_what_they_are_about() -> None:
+    rows = [
+        decode(0.0, 20.0),
+        decode(0.6, 8.5),
+        decode(1.0, 12.0),
+        decode(None, 170.0),
+        decode(0.5, 1.0, size="4 x 8K"),
+        decode(0.5, 16.0, kind="model"),
+        decode(None, 150.0, kind="model"),
+        {**decode(0.5, 1.0, kind="short", size="16 x 128"), "us_per_layer": 60.0, "extra_us": 39.0},
+        {**decode(None, 1.0, kind="short", size="16 x 128"), "us_per_layer": 21.0},
+        {
+            **decode(0.6, 1.0, kind="steps"),
+            "num_steps": 1000,
+            "p50_ms": 10.0,
+            "p99_ms": 10.6,
+            "evicting_ms": 10.4,
+        },
+    ]
+    fastest = best(rows[:5])
+    assert fastest is rows[4]
+    found = {check.name.rsplit(": ")[-1]: check for check in checks(rows)}
+    reached = {name: (check.value, check.is_met) for name, check in found.items()}
+    assert reached == {
+        "fraction of reading and host to GPU together": (8.0 / 8.5, True),
+        "times transformers' offloaded cache": (150.0 / 16.0, False),
+        "extra us a layer": (39.0, True),
+        "P99 / P50": (1.06, False),
+        "median evicting step / P50": (1.04, True),
+    }
+    ratio = next(c for c in checks(rows) if "cache update and attention" in c.name)
+    assert (ratio.value, ratio.target) == (20.0, 15.0)
+    assert len(checks(rows)) == 6
+    assert checks([row | {"device": "cpu"} for row in rows]) == []
+
+
+def test_the_script_measures_every_part(tmp_path: Path) -> None:
+    decode_attention.main(["--quick", "--rounds", "1", "--threads", "1", "--out", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    result = load_result(path)
+    assert result.checks == checks(result.rows)
+    kinds = {row["kind"] for row in result.rows}
+    assert kinds == {"decode", "short", "steps", "ablation", "model"}
+    swept = {(row["shape"], row["share"]) for row in result.rows if "placed_share" in row}
+    assert swept == {("qwen3", 0.5), ("mixtral", 0.0), ("mixtral", 1.0)}
+    replaced = {row["way"] for row in result.rows if row["kind"] == "ablation"}
+    assert len(replaced) == 7
+    assert all(row["num_threads"] == 1 for row in result.rows)
+
+
+def test_what_was_measured_before_an_error_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> Iterator[Row]:
+        raise ZeroDivisionError
+        yield
+
+    monkeypatch.setattr(decode_attention, "baselines", broken)
+    arguments = ["--quick", "--rounds", "1", "--threads", "1", "--parts", "sweep", "baselines"]
+    with pytest.raises(ZeroDivisionError):
+        decode_attention.main([*arguments, "--out", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    assert [row["share"] for row in load_result(path).rows] == [0.5]
