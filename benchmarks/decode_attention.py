@@ -12,6 +12,7 @@ The accelerator is simulated where there is no CUDA; then only --quick is of use
 from __future__ import annotations
 
 import argparse
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -74,9 +75,14 @@ _SIZES, _QUICK_SIZES = Sizes(short_rounds=60, num_steps=1000), Sizes(short_round
 
 
 def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
-    """Add all rows to `rows`, each as soon as there is one."""
+    """Add all rows to `rows`, each as soon as there is one.
+
+    Raises:
+        RuntimeError: parts that failed, once all others are measured: a run takes minutes.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = Report()
+    failed = []
     with (
         attending_threads(arguments.threads) as num_threads,
         StepCeilings(num_threads, arguments.quick) as ceilings,
@@ -86,9 +92,15 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
             if arguments.quick:
                 case = case.with_layers(_QUICK_LAYERS)
             for part in _parts_of(point, arguments):
-                for row in _measure_part(part, case, point, arguments, ceilings, rows):
-                    rows.append({**row, "num_threads": num_threads})
-                    report(_line(rows[-1]))
+                try:
+                    for row in _measure_part(part, case, point, arguments, ceilings, rows):
+                        rows.append({**row, "num_threads": num_threads})
+                        report(_line(rows[-1]))
+                except Exception:
+                    report(traceback.format_exc())
+                    failed.append(f"{part} of {point.shape}, {case.size}")
+    if failed:
+        raise RuntimeError(f"not measured, for the reasons above: {'; '.join(failed)}")
 
 
 def _parts_of(point: Point, arguments: argparse.Namespace) -> list[str]:
@@ -155,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         measure(arguments, rows)
     finally:
-        # Also after an error: what was measured took minutes.
+        # Also after an error or Ctrl-C: what was measured took minutes.
         _show(rows)
         finish("decode_attention", rows, checks, arguments)
 
