@@ -59,6 +59,7 @@ def _dynamic_row(
     known: Row, case: Case, is_offloaded: bool, rounds: int, ceilings: StepCeilings
 ) -> Iterator[Row]:
     way = DynamicDecode(case, is_offloaded)
+    _warm_up(way, case)
     yield known | _timed(way, case, case.kv_bytes, rounds, ceilings)
 
 
@@ -67,23 +68,26 @@ def _region_row(known: Row, case: Case, rounds: int, ceilings: StepCeilings) -> 
     way = RegionDecode(case, known["share"], WARM_UP + rounds)
     synchronize(case.device)
     fill_seconds = time.perf_counter() - start
-    before = way.cache.stats().h2d_bytes
-    placed = way.placed_bytes()
+    _warm_up(way, case)
+    before, placed = way.cache.stats().h2d_bytes, way.placed_bytes()
     row = known | _timed(way, case, sum(placed.values()), rounds, ceilings)
     stats = way.cache.stats()
     seconds = row["ms_per_layer"] * case.num_layers / 1e3
     row["cpu_gbs"] = placed["unpinned"] / seconds / 1e9
     row["h2d_gbs"] = placed["pinned"] / seconds / 1e9
-    row["h2d_bytes_per_step"] = (stats.h2d_bytes - before) / (WARM_UP + rounds)
+    row["h2d_bytes_per_step"] = (stats.h2d_bytes - before) / rounds
     row["placed_share"] = stats.cpu_share
     row["fill_seconds"] = fill_seconds
     yield row | _exposed(stats.to_dict())
 
 
-def _timed(way: DecodeWay, case: Case, kv_bytes: int, rounds: int, ceilings: StepCeilings) -> Row:
-    """Steps and ceilings in turn; `kv_bytes` are what a step reads."""
+def _warm_up(way: DecodeWay, case: Case) -> None:
     for _ in range(WARM_UP):
         seconds_of(way.step, case.device)
+
+
+def _timed(way: DecodeWay, case: Case, kv_bytes: int, rounds: int, ceilings: StepCeilings) -> Row:
+    """Steps and ceilings in turn; `kv_bytes` are what a step reads."""
     seconds, found = [], []
     for _ in range(rounds):
         found.append(ceilings.measure())

@@ -32,6 +32,12 @@ def test_routing_places_every_token_and_leaves_the_result_alone() -> None:
             "unpinned": 256,
             "pinned": 256,
         }
+    (part,) = cache.views(1).unpinned
+    tokens = slice(int(part.positions), int(part.positions) + 256)
+    for placed, given in zip(
+        (part.key, part.value), prompt._project(prompt._prompt)[1:], strict=True
+    ):
+        assert torch.equal(placed[0], given[:, :, tokens])
 
 
 def test_the_cost_is_the_median_over_the_rounds() -> None:
