@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import sparsekv
-from benchmarks import decode_ablations, decode_attention, memory_ceilings, whole_model
+from benchmarks import (
+    decode_ablations,
+    decode_attention,
+    decode_sweep,
+    memory_ceilings,
+    whole_model,
+)
 from benchmarks.attention_shapes import SHAPES
 from benchmarks.decode_ablations import AblatedStep, PageableSource, StridedSource, Transfer
 from benchmarks.decode_case import Case
@@ -127,6 +135,22 @@ def test_rates_are_bytes_by_time(ceilings: StepCeilings) -> None:
     assert row["h2d_gbs"] == pytest.approx(row["kv_gbs"] - row["cpu_gbs"])
     # What the CPU computed is copied too.
     assert row["h2d_bytes_per_step"] == pytest.approx(3 * case.kv_bytes / 4, rel=0.02)
+
+
+def test_one_share_is_gone_before_the_next_is_placed(
+    ceilings: StepCeilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[object]] = []
+
+    def only_one(*arguments: Any) -> RegionDecode:
+        assert not any(cache() for cache in made)
+        way = RegionDecode(*arguments)
+        made.append(weakref.ref(way.cache))
+        return way
+
+    monkeypatch.setattr(decode_sweep, "RegionDecode", only_one)
+    rows = list(sweep(case_of("qwen3"), [0.0, 0.5, 1.0], rounds=1, ceilings=ceilings))
+    assert len(rows) == len(made) == 3
 
 
 def test_what_memory_does_not_hold_is_left_out_with_the_reason(
