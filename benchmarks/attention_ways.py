@@ -17,9 +17,6 @@ from sparsekv.kernels import cpu, torch_ops
 from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu import library
 
-_AMX_GROUP_SIZE = 16
-"""Query heads of a kv head from which on tiles are used; below, the others' code runs."""
-
 _BLOCK_SIZE = 64
 
 
@@ -53,13 +50,22 @@ def available_isas() -> list[str]:
 
 def native_ways(memory: KVMemory, query: Tensor) -> list[Way]:
     """The native library, in each instruction set that differs for the shape."""
-    group_size = memory.shape.num_heads // memory.shape.num_kv_heads
     call = partial(attend_in_place, cpu.partial_attention, memory, query)
-    return [
-        Way(isa, isa, call)
-        for isa in available_isas()
-        if isa != "amx" or group_size >= _AMX_GROUP_SIZE
-    ]
+    return [Way(isa, isa, call) for isa in available_isas() if isa == _kernel_in(isa, memory)]
+
+
+def _kernel_in(isa: str, memory: KVMemory) -> str:
+    """Name of the kernel that computes the shape in an instruction set."""
+    try:
+        library.set_isa(isa)
+        return library.kernel_for(
+            num_heads=memory.shape.num_heads,
+            num_kv_heads=memory.shape.num_kv_heads,
+            num_queries=1,
+            dtype=torch.bfloat16,
+        )
+    finally:
+        library.set_isa(None)
 
 
 def random_blocks_way(memory: KVMemory, query: Tensor) -> Way:

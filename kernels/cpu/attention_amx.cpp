@@ -88,6 +88,25 @@ SPARSEKV_INLINE Words round_to_pairs(Vector a, Vector b) {
   const Words high = _mm512_add_epi32(_mm512_castps_si512(b), half);
   return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high);
 }
+// Rounded to nearest: a float of which the upper half is a bf16 number. NaN as above.
+SPARSEKV_INLINE Vector round_to_bf16(Vector x) {
+  const Words bits = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+  return as_floats(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
+}
+SPARSEKV_INLINE Words as_words(Vector x) { return _mm512_castps_si512(x); }
+// The upper halves of words in the place of the lower, zeros in theirs.
+SPARSEKV_INLINE Words lower_upper_halves(Words x) { return _mm512_srli_epi32(x, 16); }
+// Lanes 0 ... 7 of a, 8 ... 15 of b.
+SPARSEKV_INLINE Vector join_halves(Vector a, Vector b) {
+  return _mm512_mask_mov_ps(a, 0xff00, b);
+}
+// 32 floats: of even and of odd place.
+SPARSEKV_INLINE void store_alternating(float* p, Vector even, Vector odd) {
+  const Words low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const Words high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  store(p, _mm512_permutex2var_ps(even, low, odd));
+  store(p + 16, _mm512_permutex2var_ps(even, high, odd));
+}
 // sum + low half + high half of each word
 SPARSEKV_INLINE Vector add_pairs(Vector sum, Words pairs) {
   const Words ones = _mm512_set1_epi16(0x3f80);
@@ -124,6 +143,9 @@ SPARSEKV_INLINE void transpose(Words* rows) {
     rows[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
   }
 }
+
+// What takes over where matrices do not do.
+inline const Kernel& vectors() { return *avx512_kernel; }
 
 // All eight matrix registers: 16 rows of 64 bytes. Before and after a task.
 SPARSEKV_INLINE void configure_matrices() {
@@ -164,12 +186,15 @@ SPARSEKV_INLINE void multiply_matrices() {
 }  // namespace sparsekv
 
 #include "attention_amx.h"
+#include "attention_amx_groups.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif
 
 const sparsekv::Kernel* const sparsekv::amx_kernel = &sparsekv::amx::kernel;
+const sparsekv::Kernel* const sparsekv::amx_group_kernel = &sparsekv::amx::group_kernel;
 #else
 const sparsekv::Kernel* const sparsekv::amx_kernel = nullptr;
+const sparsekv::Kernel* const sparsekv::amx_group_kernel = nullptr;
 #endif

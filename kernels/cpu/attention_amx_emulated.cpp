@@ -120,6 +120,24 @@ SPARSEKV_INLINE Words round_to_pairs(Vector a, Vector b) {
     return low >> 16 | (high & 0xffff0000u);
   });
 }
+SPARSEKV_INLINE Vector round_to_bf16(Vector x) {
+  return each([&](int i) { return float_of((bits_of(x.lane[i]) + 0x8000u) & 0xffff0000u); });
+}
+SPARSEKV_INLINE Words as_words(Vector x) {
+  return each_word([&](int i) { return bits_of(x.lane[i]); });
+}
+SPARSEKV_INLINE Words lower_upper_halves(Words x) {
+  return each_word([&](int i) { return x.lane[i] >> 16; });
+}
+SPARSEKV_INLINE Vector join_halves(Vector a, Vector b) {
+  return each([&](int i) { return i < 8 ? a.lane[i] : b.lane[i]; });
+}
+SPARSEKV_INLINE void store_alternating(float* p, Vector even, Vector odd) {
+  for (int i = 0; i < 16; i++) {
+    p[2 * i] = even.lane[i];
+    p[2 * i + 1] = odd.lane[i];
+  }
+}
 SPARSEKV_INLINE Vector add_pairs(Vector sum, Words pairs) {
   return each([&](int i) {
     const uint32_t word = pairs.lane[i];
@@ -135,6 +153,8 @@ SPARSEKV_INLINE void transpose(Words* rows) {
     }
   }
 }
+
+inline const Kernel& vectors() { return *portable_kernel; }
 
 // The matrix registers of a thread: 16 rows of 64 bytes.
 static thread_local char matrices[8][16][64];
@@ -180,5 +200,8 @@ void multiply_matrices() {
 }  // namespace sparsekv
 
 #include "attention_amx.h"
+#include "attention_amx_groups.h"
 
 const sparsekv::Kernel* const sparsekv::amx_emulated_kernel = &sparsekv::amx_emulated::kernel;
+const sparsekv::Kernel* const sparsekv::amx_emulated_group_kernel =
+    &sparsekv::amx_emulated::group_kernel;

@@ -89,10 +89,12 @@ struct Kernel {
 
 // Null on other processors than x86-64, or where the compiler does not know the set.
 extern const Kernel* const amx_kernel;
+extern const Kernel* const amx_group_kernel;
 extern const Kernel* const avx512_kernel;
 extern const Kernel* const avx2_kernel;
 // On any processor.
 extern const Kernel* const portable_kernel;
 extern const Kernel* const amx_emulated_kernel;
+extern const Kernel* const amx_emulated_group_kernel;
 
 }  // namespace sparsekv

@@ -13,6 +13,7 @@ namespace sparsekv {
 namespace {
 
 constexpr int64_t kLeastRowsOfMatrices = 16;
+constexpr int64_t kLeastRowsOfGroups = 4;
 
 #if defined(__x86_64__)
 
@@ -63,11 +64,12 @@ bool has_amx() { return false; }
 }  // namespace
 
 const Isa* find_isa(const char* name) {
-  static const Isa amx = {"amx", avx512_kernel, amx_kernel};
-  static const Isa avx512 = {"avx512", avx512_kernel, nullptr};
-  static const Isa avx2 = {"avx2", avx2_kernel, nullptr};
-  static const Isa portable = {"portable", portable_kernel, nullptr};
-  static const Isa emulated = {"amx_emulated", portable_kernel, amx_emulated_kernel};
+  static const Isa amx = {"amx", avx512_kernel, amx_kernel, amx_group_kernel};
+  static const Isa avx512 = {"avx512", avx512_kernel, nullptr, nullptr};
+  static const Isa avx2 = {"avx2", avx2_kernel, nullptr, nullptr};
+  static const Isa portable = {"portable", portable_kernel, nullptr, nullptr};
+  static const Isa emulated = {"amx_emulated", portable_kernel, amx_emulated_kernel,
+                               amx_emulated_group_kernel};
   const Isa* const candidates[] = {amx_kernel && has_amx() ? &amx : nullptr,
                                    avx512_kernel && has_avx512() ? &avx512 : nullptr,
                                    avx2_kernel && has_avx2() ? &avx2 : nullptr, &portable,
@@ -79,8 +81,10 @@ const Isa* find_isa(const char* name) {
 }
 
 const Kernel& kernel_for(const Isa& isa, int64_t group_size, int64_t num_queries, Dtype dtype) {
-  const bool fills = group_size > 0 && num_queries > (kLeastRowsOfMatrices - 1) / group_size;
-  return isa.matrices && fills && dtype == Dtype::bf16 ? *isa.matrices : *isa.vectors;
+  if (!isa.matrices || dtype != Dtype::bf16 || group_size < 1) return *isa.vectors;
+  const auto has_rows = [&](int64_t least) { return num_queries > (least - 1) / group_size; };
+  if (has_rows(kLeastRowsOfMatrices)) return *isa.matrices;
+  return has_rows(kLeastRowsOfGroups) ? *isa.groups : *isa.vectors;
 }
 
 }  // namespace sparsekv

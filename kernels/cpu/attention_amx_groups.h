@@ -1,0 +1,399 @@
+// Partial attention of one task in matrix registers, for keys and values of bf16 and fewer query
+// rows than a matrix has: what the query heads of a kv head make in most models. Results are as
+// exact as those of vectors.
+//
+// Included after attention_amx.h, into the same namespace. A tile of keys is multiplied with all
+// query rows, its weights found (running softmax), and multiplied with its values; meanwhile the
+// tiles after it are fetched.
+//
+// A weight is the sum of two bf16 numbers, the rounded weight and what that leaves, within 2^-17 of
+// it. Up to 8 query rows, the two are different rows of one matrix, whose sums are added at the
+// end; the query is laid out twice, so that scores come out for both. More rows take two matrices.
+//
+// Values are the second factor as they lie: a matrix of 16 tokens by 32 numbers, whose pairs of
+// numbers belong to one token. Weights with zeros at every second place pick even or odd numbers.
+// Zero times infinity or NaN spoils the neighbouring number then, and so would an infinite key the
+// parts of a query: a task with any result that is not finite is left to the kernel for vectors.
+//
+// For 64 keys of 128 numbers, with values 32 KB: 16 products of keys and 32 of values, 16 cycles
+// each, and about as much for the weights. That is some 20 bytes a cycle, where one core's share of
+// the DRAM is 3 to 5: so all that matters is that the fetches never pause.
+
+namespace sparsekv {
+namespace SPARSEKV_VECTORS {
+namespace {
+
+// Fetches tiles into the second-level cache, some lines at a time: the keys of a tile, then its
+// values, in the order of addresses as far as tokens lie end to end.
+class TileFetch {
+ public:
+  TileFetch(int64_t key_bytes, int64_t value_bytes, int steps)
+      : bytes_{key_bytes, value_bytes},
+        lines_at_a_time_(int((kTile * ((key_bytes + 63) / 64 + (value_bytes + 63) / 64) + steps - 1) /
+                         steps)) {}
+
+  void start(const Tile& tile) {
+    tile_ = &tile;
+    token_ = 0;
+    values_ = false;
+    at_ = end_ = nullptr;
+  }
+
+  SPARSEKV_INLINE_MEMBER void fetch_some() {
+    if (at_ >= end_ && !find()) return;
+    const char* at = at_;
+    for (int i = lines_at_a_time_; i > 0; i--, at += 64) __builtin_prefetch(at, 0, 2);
+    at_ = at;
+  }
+
+  void fetch_rest() {
+    do {
+      for (; at_ < end_; at_ += 64) __builtin_prefetch(at_, 0, 2);
+    } while (find());
+  }
+
+ private:
+  // The next tokens that lie end to end.
+  __attribute__((noinline)) bool find() {
+    if (token_ == tile_->count && !values_) {
+      values_ = true;
+      token_ = 0;
+    }
+    if (token_ == tile_->count) return false;
+    const char* const* tokens = values_ ? tile_->value : tile_->key;
+    const int64_t bytes = bytes_[values_];
+    at_ = tokens[token_++];
+    end_ = at_ + bytes;
+    for (; token_ < tile_->count && tokens[token_] == end_; token_++) end_ += bytes;
+    return true;
+  }
+
+  const int64_t bytes_[2];  // of a token's key and value
+  const int lines_at_a_time_;
+  const Tile* tile_ = nullptr;
+  int token_ = 0;
+  bool values_ = false;
+  const char *at_ = nullptr, *end_ = nullptr;
+};
+
+// kWeightMatrices: 1 for up to 8 query rows, whose weights' parts share a matrix; else 2.
+template <int kWeightMatrices>
+class GroupAttention {
+ public:
+  explicit GroupAttention(const Task& task)
+      : task_(task),
+        rows_(task_rows(task)),
+        padded_dim_(rounded_up(task.head_dim, kNumbers)),
+        padded_dim_v_(rounded_up(task.head_dim_v, kNumbers)),
+        factor_(weight_exponent(task.scale)) {
+    char* free = reinterpret_cast<char*>(task.scratch);
+    const auto take = [&free](int64_t bytes) {
+      char* taken = free;
+      free += (bytes + 63) / 64 * 64;
+      return taken;
+    };
+    query_ = take(kMostParts * kGroup * padded_dim_ * 2);
+    scores_ = reinterpret_cast<float*>(take(kTile * kGroup * 4));
+    weights_ = take(kGroups * kWeightMatrices * 2 * kMatrixBytes);
+    sums_ = reinterpret_cast<float*>(take(kGroup * padded_dim_v_ * 4));
+    copied_keys_ = take(kTile * padded_dim_ * 2);
+    copied_values_ = take(kTile * padded_dim_v_ * 2);
+    tops_ = broadcast(-__builtin_inff());
+    totals_ = broadcast(0.0f);
+  }
+
+  // Whether all results are finite, and so are right.
+  bool run() {
+    const int products = kGroups * (padded_dim_ + 2 * kWeightMatrices * padded_dim_v_) / kNumbers;
+    TileFetch fetch(task_.head_dim * 2, task_.head_dim_v * 2, products + kTile);
+    Tiles tiles(task_);
+    Tile ring[2];
+    bool more = tiles.next(ring[0]);
+    fetch.start(ring[0]);
+    fetch.fetch_rest();
+    while (lay_out_query(parts_++)) {
+    }
+    configure_matrices();
+    for (int now = 0; more; now = !now) {
+      more = tiles.next(ring[!now]);
+      fetch.start(ring[!now]);
+      gather(ring[now]);
+      score(fetch);
+      hide(ring[now]);
+      weigh(fetch);
+      add(fetch);
+      fetch.fetch_rest();
+    }
+    release_matrices();
+    return write();
+  }
+
+ private:
+  static constexpr int kGroups = kTile / kGroup;
+  static constexpr bool kSharesMatrix = kWeightMatrices == 1;
+
+  // The query row of a column of scores, or of a row of weights and sums.
+  static int row_of(int lane) { return kSharesMatrix ? lane % (kGroup / 2) : lane; }
+
+  // Part `part` of the query as bf16: [part][32 numbers], a matrix being 16 pairs of numbers by 16
+  // rows. Tells whether something remains for another part.
+  bool lay_out_query(int part) {
+    const Vector sign = broadcast(query_sign(task_.scale)), nothing = broadcast(0.0f);
+    bool remains = false;
+    char* matrix = query_ + int64_t(part) * kGroup * padded_dim_ * 2;
+    for (int d = 0; d < padded_dim_; d += kNumbers, matrix += kMatrixBytes) {
+      Words words[kGroup];
+      for (int i = 0; i < kGroup; i++) {
+        Vector parts[2] = {nothing, nothing};
+        for (int half = 0; row_of(i) < rows_ && half < 2; half++) {
+          Vector x = times(load_query(row_of(i), d + 16 * half), sign);
+          for (int p = 0; p < part; p++) x = remaining_part(x, leading_part(x));
+          parts[half] = leading_part(x);
+          remains |= any_differs(remaining_part(x, parts[half]), nothing);
+        }
+        words[i] = join_parts(parts[0], parts[1]);
+      }
+      transpose(words);
+      for (int i = 0; i < kGroup; i++) store_words(matrix + 64 * i, words[i]);
+    }
+    return remains && part + 1 < kMostParts;
+  }
+
+  Vector load_query(int row, int d) const {
+    const float* from = task_.query + row / task_.num_queries * task_.query_head_stride +
+                        row % task_.num_queries * task_.query_token_stride;
+    const int count = task_.head_dim - d;
+    if (count >= 16) return load(from + d);
+    float padded[16] = {};
+    if (count > 0) memcpy(padded, from + d, count * sizeof(float));
+    return load(padded);
+  }
+
+  void gather(const Tile& tile) {
+    const int64_t key_bytes = padded_dim_ * 2, value_bytes = padded_dim_v_ * 2;
+    for (int g = 0; g < kGroups; g++) {
+      const int first = g * kGroup;
+      const int left = tile.count - first;
+      const int count = left < 0 ? 0 : smaller(kGroup, left);
+      keys_[g] = rows_of(tile.key + first, count, task_.head_dim * 2, key_bytes,
+                         copied_keys_ + first * key_bytes);
+      values_[g] = rows_of(tile.value + first, count, task_.head_dim_v * 2, value_bytes,
+                           copied_values_ + first * value_bytes);
+    }
+  }
+
+  // scores_: [slot][16 lanes], keys times query rows.
+  void score(TileFetch& fetch) {
+    clear_matrix<0>();
+    clear_matrix<1>();
+    clear_matrix<2>();
+    clear_matrix<3>();
+    const char* query = query_;
+    for (int part = 0; part < parts_; part++) {
+      for (int byte = 0; byte < padded_dim_ * 2; byte += 64, query += kMatrixBytes) {
+        load_matrix<4>(query, 64);
+        load_matrix<5>(keys_[0].start + byte, keys_[0].stride);
+        multiply_matrices<0, 5, 4>();
+        fetch.fetch_some();
+        load_matrix<6>(keys_[1].start + byte, keys_[1].stride);
+        multiply_matrices<1, 6, 4>();
+        fetch.fetch_some();
+        load_matrix<7>(keys_[2].start + byte, keys_[2].stride);
+        multiply_matrices<2, 7, 4>();
+        fetch.fetch_some();
+        load_matrix<5>(keys_[3].start + byte, keys_[3].stride);
+        multiply_matrices<3, 5, 4>();
+        fetch.fetch_some();
+      }
+    }
+    store_matrix<0>(scores_, 64);
+    store_matrix<1>(scores_ + kMatrixFloats, 64);
+    store_matrix<2>(scores_ + 2 * kMatrixFloats, 64);
+    store_matrix<3>(scores_ + 3 * kMatrixFloats, 64);
+  }
+
+  // Slots that hold no key, and keys that only other query tokens see.
+  void hide(const Tile& tile) {
+    for (int slot = tile.count; slot < kTile; slot++) {
+      store(scores_ + slot * kGroup, broadcast(-__builtin_inff()));
+    }
+    for (int lane = 0; !tile.seen_by_all && lane < kGroup; lane++) {
+      const Seen seen = seen_by(task_, tile, row_of(lane) % task_.num_queries);
+      for (int slot = 0; slot < tile.count; slot++) {
+        if (slot >= seen.first && slot < seen.last) continue;
+        scores_[slot * kGroup + lane] = -__builtin_inff();
+      }
+    }
+  }
+
+  // The difference first: it is exact where it matters, and never above 0.
+  Vector weights_of(Vector scores, Vector base) const {
+    return power_of_two(times(minus(scores, base), broadcast(factor_)));
+  }
+
+  // weights_: [group][matrix of rows][even, odd], a matrix being 16 rows by 16 tokens and zeros.
+  void weigh(TileFetch& fetch) {
+    Vector tops[4] = {tops_, tops_, tops_, tops_};
+    for (int slot = 0; slot < kTile; slot += 4) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        tops[i] = maximum(load(scores_ + (slot + i) * kGroup), tops[i]);
+      }
+    }
+    const Vector before = tops_;
+    tops_ = maximum(maximum(tops[0], tops[1]), maximum(tops[2], tops[3]));
+    // Finite, so that there is no difference of two infinities where nothing was seen.
+    const Vector base = maximum(tops_, broadcast(-__FLT_MAX__));
+    decays_ = weights_of(before, base);
+    totals_ = times(totals_, decays_);
+    char* to = weights_;
+    for (int group = 0; group < kGroups; group++) {
+      Words leading[kGroup], rest[kGroup];
+      Vector sum = broadcast(0.0f);
+#pragma GCC unroll 16
+      for (int i = 0; i < kGroup; i++) {
+        const Vector weights = weights_of(load(scores_ + (group * kGroup + i) * kGroup), base);
+        sum = plus(sum, weights);
+        const Vector rounded = round_to_bf16(weights);
+        const Vector left = round_to_bf16(minus(weights, rounded));
+        leading[i] = as_words(kSharesMatrix ? join_halves(rounded, left) : rounded);
+        rest[i] = as_words(left);
+        fetch.fetch_some();
+      }
+      totals_ = plus(totals_, sum);
+      store_weights(leading, to);
+      if (!kSharesMatrix) store_weights(rest, to + 2 * kMatrixBytes);
+      to += kWeightMatrices * 2 * kMatrixBytes;
+    }
+  }
+
+  static void store_weights(Words* weights, char* to) {
+    transpose(weights);
+#pragma GCC unroll 16
+    for (int i = 0; i < kGroup; i++) {
+      store_words(to + 64 * i, lower_upper_halves(weights[i]));
+      store_words(to + kMatrixBytes + 64 * i, weights[i]);
+    }
+  }
+
+  // [32 numbers][even, odd], each 16 rows by 16 numbers.
+  float* sums_of(int d) { return sums_ + d / kNumbers * 2 * kMatrixFloats; }
+
+  // sums_, decayed, plus weights times values.
+  void add(TileFetch& fetch) {
+    if (!is_empty_ && any_differs(decays_, broadcast(1.0f))) decay();
+    int d = 0;
+    for (; d + kNumbers < padded_dim_v_; d += 2 * kNumbers) add_numbers<2>(d, fetch);
+    if (d < padded_dim_v_) add_numbers<1>(d, fetch);
+    is_empty_ = false;
+  }
+
+  // To kMatrices times 32 numbers from d on.
+  template <int kMatrices>
+  void add_numbers(int d, TileFetch& fetch) {
+    float* to = sums_of(d);
+    if (is_empty_) {
+      clear_matrix<0>();
+      clear_matrix<1>();
+      clear_matrix<2>();
+      clear_matrix<3>();
+    } else {
+      load_matrix<0>(to, 64);
+      load_matrix<1>(to + kMatrixFloats, 64);
+      if (kMatrices == 2) {
+        load_matrix<2>(to + 2 * kMatrixFloats, 64);
+        load_matrix<3>(to + 3 * kMatrixFloats, 64);
+      }
+    }
+    const char* weights = weights_;
+    for (int g = 0; g < kGroups; g++) {
+      const char* values = values_[g].start + 2 * d;
+      load_matrix<6>(values, values_[g].stride);
+      if (kMatrices == 2) load_matrix<7>(values + 64, values_[g].stride);
+      for (int i = 0; i < kWeightMatrices; i++, weights += 2 * kMatrixBytes) {
+        load_matrix<4>(weights, 64);
+        multiply_matrices<0, 4, 6>();
+        fetch.fetch_some();
+        load_matrix<5>(weights + kMatrixBytes, 64);
+        multiply_matrices<1, 5, 6>();
+        fetch.fetch_some();
+        if (kMatrices == 2) {
+          multiply_matrices<2, 4, 7>();
+          fetch.fetch_some();
+          multiply_matrices<3, 5, 7>();
+          fetch.fetch_some();
+        }
+      }
+    }
+    store_matrix<0>(to, 64);
+    store_matrix<1>(to + kMatrixFloats, 64);
+    if (kMatrices == 2) {
+      store_matrix<2>(to + 2 * kMatrixFloats, 64);
+      store_matrix<3>(to + 3 * kMatrixFloats, 64);
+    }
+  }
+
+  void decay() {
+    float decays[kGroup];
+    store(decays, decays_);
+    for (int row = 0; row < kGroup; row++) {
+      if (decays[row] == 1.0f) continue;
+      const Vector factor = broadcast(decays[row]);
+      for (int i = row; i < kGroup * padded_dim_v_ / 16; i += kGroup) {
+        store(sums_ + i * 16, times(load(sums_ + i * 16), factor));
+      }
+    }
+  }
+
+  bool write() {
+    float totals[kGroup], tops[kGroup];
+    store(totals, totals_);
+    store(tops, tops_);
+    Vector wrong = broadcast(0.0f);
+    for (int row = 0; row < rows_; row++) {
+      float* out = task_.partial + int64_t(row) * (task_.head_dim_v + 2);
+      for (int d = 0; d < task_.head_dim_v; d += kNumbers) {
+        Vector numbers[2] = {broadcast(0.0f), broadcast(0.0f)};
+        for (int odd = 0; odd < 2 && !is_empty_; odd++) {
+          const float* sums = sums_of(d) + odd * kMatrixFloats + row * 16;
+          numbers[odd] = load(sums);
+          if (kSharesMatrix) numbers[odd] = plus(numbers[odd], load(sums + kMatrixFloats / 2));
+          wrong = plus(wrong, minus(numbers[odd], numbers[odd]));
+        }
+        if (d + kNumbers <= task_.head_dim_v) {
+          store_alternating(out + d, numbers[0], numbers[1]);
+          continue;
+        }
+        float padded[kNumbers];
+        store_alternating(padded, numbers[0], numbers[1]);
+        memcpy(out + d, padded, sizeof(float) * (task_.head_dim_v - d));
+      }
+      out[task_.head_dim_v] = totals[row];
+      out[task_.head_dim_v + 1] = tops[row];
+      wrong = plus(wrong, broadcast(totals[row] - totals[row]));
+    }
+    return !any_is_nan(wrong);
+  }
+
+  const Task& task_;
+  const int rows_, padded_dim_, padded_dim_v_;
+  const float factor_;    // of a score in the exponent of its weight
+  int parts_ = 0;         // of the query
+  bool is_empty_ = true;  // sums_ is unwritten: nothing was added yet
+  char *query_, *weights_, *copied_keys_, *copied_values_;
+  float *scores_, *sums_;
+  Vector tops_, totals_, decays_;  // by lane
+  Rows keys_[kGroups], values_[kGroups];
+};
+
+void attend_group(const Task& task, Dtype dtype) {
+  const bool is_right = task_rows(task) <= kGroup / 2 ? GroupAttention<1>(task).run()
+                                                      : GroupAttention<2>(task).run();
+  if (!is_right) vectors().attend(task, dtype);
+}
+
+constexpr Kernel group_kernel = {SPARSEKV_TEXT(SPARSEKV_VECTORS), attend_group};
+
+}  // namespace
+}  // namespace SPARSEKV_VECTORS
+}  // namespace sparsekv
