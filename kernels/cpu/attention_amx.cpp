@@ -93,12 +93,23 @@ SPARSEKV_INLINE Vector round_to_bf16(Vector x) {
   const Words bits = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
   return as_floats(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
 }
-SPARSEKV_INLINE Words as_words(Vector x) { return _mm512_castps_si512(x); }
-// The upper halves of words in the place of the lower, zeros in theirs.
+// Halves of words, in their own or in the other's place; zeros beside them.
+SPARSEKV_INLINE Words keep_lower_halves(Words x) {
+  return _mm512_and_si512(x, _mm512_set1_epi32(0xffff));
+}
+SPARSEKV_INLINE Words keep_upper_halves(Words x) {
+  return _mm512_and_si512(x, _mm512_set1_epi32(-65536));
+}
+SPARSEKV_INLINE Words raise_lower_halves(Words x) { return _mm512_slli_epi32(x, 16); }
 SPARSEKV_INLINE Words lower_upper_halves(Words x) { return _mm512_srli_epi32(x, 16); }
-// Lanes 0 ... 7 of a, 8 ... 15 of b.
+// Lanes 0 ... 7 of a and 8 ... 15 of b; 0 ... 7 of both; 8 ... 15 of both; 8 ... 15 and 0 ... 7.
 SPARSEKV_INLINE Vector join_halves(Vector a, Vector b) {
   return _mm512_mask_mov_ps(a, 0xff00, b);
+}
+SPARSEKV_INLINE Vector join_lower(Vector a, Vector b) { return _mm512_shuffle_f32x4(a, b, 0x44); }
+SPARSEKV_INLINE Vector join_upper(Vector a, Vector b) { return _mm512_shuffle_f32x4(a, b, 0xee); }
+SPARSEKV_INLINE Vector join_upper_lower(Vector a, Vector b) {
+  return _mm512_shuffle_f32x4(a, b, 0x4e);
 }
 // 32 floats: of even and of odd place.
 SPARSEKV_INLINE void store_alternating(float* p, Vector even, Vector odd) {

@@ -123,14 +123,29 @@ SPARSEKV_INLINE Words round_to_pairs(Vector a, Vector b) {
 SPARSEKV_INLINE Vector round_to_bf16(Vector x) {
   return each([&](int i) { return float_of((bits_of(x.lane[i]) + 0x8000u) & 0xffff0000u); });
 }
-SPARSEKV_INLINE Words as_words(Vector x) {
-  return each_word([&](int i) { return bits_of(x.lane[i]); });
+SPARSEKV_INLINE Words keep_lower_halves(Words x) {
+  return each_word([&](int i) { return x.lane[i] & 0xffffu; });
+}
+SPARSEKV_INLINE Words keep_upper_halves(Words x) {
+  return each_word([&](int i) { return x.lane[i] & 0xffff0000u; });
+}
+SPARSEKV_INLINE Words raise_lower_halves(Words x) {
+  return each_word([&](int i) { return x.lane[i] << 16; });
 }
 SPARSEKV_INLINE Words lower_upper_halves(Words x) {
   return each_word([&](int i) { return x.lane[i] >> 16; });
 }
 SPARSEKV_INLINE Vector join_halves(Vector a, Vector b) {
   return each([&](int i) { return i < 8 ? a.lane[i] : b.lane[i]; });
+}
+SPARSEKV_INLINE Vector join_lower(Vector a, Vector b) {
+  return each([&](int i) { return i < 8 ? a.lane[i] : b.lane[i - 8]; });
+}
+SPARSEKV_INLINE Vector join_upper(Vector a, Vector b) {
+  return each([&](int i) { return i < 8 ? a.lane[i + 8] : b.lane[i]; });
+}
+SPARSEKV_INLINE Vector join_upper_lower(Vector a, Vector b) {
+  return each([&](int i) { return i < 8 ? a.lane[i + 8] : b.lane[i - 8]; });
 }
 SPARSEKV_INLINE void store_alternating(float* p, Vector even, Vector odd) {
   for (int i = 0; i < 16; i++) {

@@ -94,7 +94,7 @@ class GroupAttention {
     };
     query_ = take(kMostParts * kGroup * padded_dim_ * 2);
     scores_ = reinterpret_cast<float*>(take(kTile * kGroup * 4));
-    weights_ = take(kGroups * kWeightMatrices * 2 * kMatrixBytes);
+    weights_ = take(kGroups * kWeightBytes);
     sums_ = reinterpret_cast<float*>(take(kGroup * padded_dim_v_ * 4));
     copied_keys_ = take(kTile * padded_dim_ * 2);
     copied_values_ = take(kTile * padded_dim_v_ * 2);
@@ -105,7 +105,7 @@ class GroupAttention {
   // Whether all results are finite, and so are right.
   bool run() {
     const int products = kGroups * (padded_dim_ + 2 * kWeightMatrices * padded_dim_v_) / kNumbers;
-    TileFetch fetch(task_.head_dim * 2, task_.head_dim_v * 2, products + kTile);
+    TileFetch fetch(task_.head_dim * 2, task_.head_dim_v * 2, products + kTile / 2);
     Tiles tiles(task_);
     Tile ring[2];
     bool more = tiles.next(ring[0]);
@@ -130,6 +130,7 @@ class GroupAttention {
 
  private:
   static constexpr int kGroups = kTile / kGroup;
+  static constexpr int kWeightBytes = kWeightMatrices * 2 * kMatrixBytes;  // of a group
   static constexpr bool kSharesMatrix = kWeightMatrices == 1;
 
   // The query row of a column of scores, or of a row of weights and sums.
@@ -231,48 +232,78 @@ class GroupAttention {
     return power_of_two(times(minus(scores, base), broadcast(factor_)));
   }
 
-  // weights_: [group][matrix of rows][even, odd], a matrix being 16 rows by 16 tokens and zeros.
-  void weigh(TileFetch& fetch) {
+  // Scores of slot i of two groups, one in each half; those of a group lie there twice.
+  Vector scores_of_both(const float* scores, int i) const {
+    return join_halves(load(scores + i * kGroup), load(scores + kMatrixFloats + i * kGroup));
+  }
+
+  Vector largest_scores() const {
     Vector tops[4] = {tops_, tops_, tops_, tops_};
-    for (int slot = 0; slot < kTile; slot += 4) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        tops[i] = maximum(load(scores_ + (slot + i) * kGroup), tops[i]);
+    const float* scores = scores_;
+    if (kSharesMatrix) {
+      for (int group = 0; group < kGroups; group += 2, scores += 2 * kMatrixFloats) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kGroup; i++) {
+          tops[i % 4] = maximum(scores_of_both(scores, i), tops[i % 4]);
+        }
+      }
+    } else {
+      for (int group = 0; group < kGroups; group++, scores += kMatrixFloats) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kGroup; i++) {
+          tops[i % 4] = maximum(load(scores + i * kGroup), tops[i % 4]);
+        }
       }
     }
+    const Vector top = maximum(maximum(tops[0], tops[1]), maximum(tops[2], tops[3]));
+    return kSharesMatrix ? maximum(top, join_upper_lower(top, top)) : top;
+  }
+
+  // weights_: [group][matrix of rows][even, odd], a matrix being 16 rows by 16 tokens and zeros.
+  void weigh(TileFetch& fetch) {
     const Vector before = tops_;
-    tops_ = maximum(maximum(tops[0], tops[1]), maximum(tops[2], tops[3]));
+    tops_ = largest_scores();
     // Finite, so that there is no difference of two infinities where nothing was seen.
     const Vector base = maximum(tops_, broadcast(-__FLT_MAX__));
     decays_ = weights_of(before, base);
     totals_ = times(totals_, decays_);
     char* to = weights_;
-    for (int group = 0; group < kGroups; group++) {
-      Words leading[kGroup], rest[kGroup];
+    for (int group = 0; group < kGroups; group += 2, to += 2 * kWeightBytes) {
+      const float* scores = scores_ + group * kMatrixFloats;
+      Words pairs[kWeightMatrices][kGroup];  // of the same slot of both groups
       Vector sum = broadcast(0.0f);
 #pragma GCC unroll 16
       for (int i = 0; i < kGroup; i++) {
-        const Vector weights = weights_of(load(scores_ + (group * kGroup + i) * kGroup), base);
-        sum = plus(sum, weights);
-        const Vector rounded = round_to_bf16(weights);
-        const Vector left = round_to_bf16(minus(weights, rounded));
-        leading[i] = as_words(kSharesMatrix ? join_halves(rounded, left) : rounded);
-        rest[i] = as_words(left);
+        if constexpr (kSharesMatrix) {
+          const Vector weights = weights_of(scores_of_both(scores, i), base);
+          sum = plus(sum, weights);
+          const Vector rounded = round_to_bf16(weights), rest = minus(weights, rounded);
+          pairs[0][i] = round_to_pairs(join_lower(rounded, rest), join_upper(rounded, rest));
+        } else {
+          const Vector first = weights_of(load(scores + i * kGroup), base);
+          const Vector second = weights_of(load(scores + kMatrixFloats + i * kGroup), base);
+          sum = plus(sum, plus(first, second));
+          pairs[0][i] = round_to_pairs(first, second);
+          pairs[1][i] = round_to_pairs(minus(first, round_to_bf16(first)),
+                                       minus(second, round_to_bf16(second)));
+        }
         fetch.fetch_some();
       }
       totals_ = plus(totals_, sum);
-      store_weights(leading, to);
-      if (!kSharesMatrix) store_weights(rest, to + 2 * kMatrixBytes);
-      to += kWeightMatrices * 2 * kMatrixBytes;
+      for (int m = 0; m < kWeightMatrices; m++) {
+        transpose(pairs[m]);
+        store_weights(pairs[m], to + m * 2 * kMatrixBytes);
+      }
     }
   }
 
-  static void store_weights(Words* weights, char* to) {
-    transpose(weights);
+  static void store_weights(const Words* pairs, char* to) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kGroup; i++) {
-      store_words(to + 64 * i, lower_upper_halves(weights[i]));
-      store_words(to + kMatrixBytes + 64 * i, weights[i]);
+    for (int i = 0; i < kGroup; i++, to += 64) {
+      store_words(to, keep_lower_halves(pairs[i]));
+      store_words(to + kMatrixBytes, raise_lower_halves(pairs[i]));
+      store_words(to + kWeightBytes, lower_upper_halves(pairs[i]));
+      store_words(to + kWeightBytes + kMatrixBytes, keep_upper_halves(pairs[i]));
     }
   }
 
@@ -368,9 +399,10 @@ class GroupAttention {
         store_alternating(padded, numbers[0], numbers[1]);
         memcpy(out + d, padded, sizeof(float) * (task_.head_dim_v - d));
       }
-      out[task_.head_dim_v] = totals[row];
+      const float total = kSharesMatrix ? totals[row] + totals[row + kGroup / 2] : totals[row];
+      out[task_.head_dim_v] = total;
       out[task_.head_dim_v + 1] = tops[row];
-      wrong = plus(wrong, broadcast(totals[row] - totals[row]));
+      wrong = plus(wrong, broadcast(total - total));
     }
     return !any_is_nan(wrong);
   }
@@ -382,7 +414,7 @@ class GroupAttention {
   bool is_empty_ = true;  // sums_ is unwritten: nothing was added yet
   char *query_, *weights_, *copied_keys_, *copied_values_;
   float *scores_, *sums_;
-  Vector tops_, totals_, decays_;  // by lane
+  Vector tops_, totals_, decays_;  // by lane; a row that has two lanes has two parts of its total
   Rows keys_[kGroups], values_[kGroups];
 };
 
