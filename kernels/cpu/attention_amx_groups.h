@@ -62,9 +62,15 @@ class TileFetch {
     if (token_ == tile_->count) return false;
     const char* const* tokens = values_ ? tile_->value : tile_->key;
     const int64_t bytes = bytes_[values_];
-    at_ = tokens[token_++];
+    const int left = tile_->count - token_;
+    at_ = tokens[token_];
+    if (tokens[tile_->count - 1] - at_ == (left - 1) * bytes) {  // so do those between, most likely
+      token_ += left;
+      end_ = at_ + left * bytes;
+      return true;
+    }
     end_ = at_ + bytes;
-    for (; token_ < tile_->count && tokens[token_] == end_; token_++) end_ += bytes;
+    for (token_++; token_ < tile_->count && tokens[token_] == end_; token_++) end_ += bytes;
     return true;
   }
 
@@ -171,15 +177,23 @@ class GroupAttention {
   }
 
   void gather(const Tile& tile) {
-    const int64_t key_bytes = padded_dim_ * 2, value_bytes = padded_dim_v_ * 2;
-    for (int g = 0; g < kGroups; g++) {
-      const int first = g * kGroup;
-      const int left = tile.count - first;
-      const int count = left < 0 ? 0 : smaller(kGroup, left);
-      keys_[g] = rows_of(tile.key + first, count, task_.head_dim * 2, key_bytes,
-                         copied_keys_ + first * key_bytes);
-      values_[g] = rows_of(tile.value + first, count, task_.head_dim_v * 2, value_bytes,
-                           copied_values_ + first * value_bytes);
+    gather_groups(tile.key, tile.count, task_.head_dim * 2, padded_dim_ * 2, copied_keys_, keys_);
+    gather_groups(tile.value, tile.count, task_.head_dim_v * 2, padded_dim_v_ * 2, copied_values_,
+                  values_);
+  }
+
+  static void gather_groups(const char* const* tokens, int count, int64_t bytes,
+                            int64_t padded_bytes, char* copies, Rows* groups) {
+    if (count == kTile && bytes == padded_bytes) {  // all groups at once, as is the rule
+      const int64_t stride = tokens[1] - tokens[0];
+      int64_t uneven = 0;
+      for (int i = 1; i < kTile; i++) uneven |= (tokens[i] - tokens[i - 1]) ^ stride;
+      for (int g = 0; g < kGroups; g++) groups[g] = {tokens[g * kGroup], stride};
+      if (uneven == 0) return;
+    }
+    for (int first = 0; first < kTile; first += kGroup, groups++) {
+      const int left = count < first ? 0 : smaller(kGroup, count - first);
+      *groups = rows_of(tokens + first, left, bytes, padded_bytes, copies + first * padded_bytes);
     }
   }
 

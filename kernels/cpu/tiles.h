@@ -98,8 +98,16 @@ class Tiles {
   void take(Tile& tile, const Run& run, int64_t count) {
     int n = tile.count;
     int64_t i = 0;
+    if (!run.mask) {
+      const int taken = int(smaller(count, kTile - n));
+      for (int t = 0; t < taken; t++) tile.key[n + t] = run.key + t * task_.key.token_stride;
+      for (int t = 0; t < taken; t++) tile.value[n + t] = run.value + t * task_.value.token_stride;
+      tile.count = n + taken;
+      at_ += taken;
+      return;
+    }
     for (; i < count && n < kTile; i++) {
-      if (run.mask && !run.mask[i]) continue;
+      if (!run.mask[i]) continue;
       tile.key[n] = run.key + i * task_.key.token_stride;
       tile.value[n] = run.value + i * task_.value.token_stride;
       n++;
