@@ -4,7 +4,7 @@
 //
 // Included after attention_amx.h, into the same namespace. A tile of keys is multiplied with all
 // query rows, its weights found (running softmax), and multiplied with its values; meanwhile the
-// tiles after it are fetched.
+// next tile is fetched.
 //
 // A weight is the sum of two bf16 numbers, the rounded weight and what that leaves, within 2^-17 of
 // it. Up to 8 query rows, the two are different rows of one matrix, whose sums are added at the
@@ -16,8 +16,8 @@
 // parts of a query: a task with any result that is not finite is left to the kernel for vectors.
 //
 // For 64 keys of 128 numbers, with values 32 KB: 16 products of keys and 32 of values, 16 cycles
-// each, and about as much for the weights. That is some 20 bytes a cycle, where one core's share of
-// the DRAM is 3 to 5: so all that matters is that the fetches never pause.
+// each, and some 1000 operations for the weights. Beside the loads from the second-level cache that
+// is 9 bytes a cycle, measured there, where one core's share of the DRAM is 3 to 5.
 
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
