@@ -47,7 +47,7 @@ def built_library() -> Path:
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
-                logger.info("Building %s with %s, once: some seconds", library, compiler)
+                logger.info("Building %s with %s, once: up to a minute", library, compiler)
                 _build(compiler, library)
         return library
     except OSError as error:
