@@ -12,8 +12,11 @@
 // Floors for each key, of bytes read and of products (16 x 16 x 32, 16 cycles each):
 //   16 heads, 576 / 512, values in keys (MLA): 1152 bytes, 18/16 + 32/32 = 2.1 products, 34 cycles
 //   64 heads, 512 / 512, keys are values (V4): 1024 bytes, 64/16 + 128/32 = 8 products, 128 cycles
-// The second also moves, for each key of a chunk of 128, 2 KB of sums through the first-level cache
-// and 2 KB of the query, since 32 keys x 32 rows are what the registers hold.
+// The second also moves, for each key of a chunk of 128, 2 KB of sums and 2 KB of keys through the
+// first-level cache, since 32 keys x 32 rows are what the registers hold.
+//
+// Operands are loaded together and then multiplied: where the processor slows its matrix unit down
+// (a full package), loads and products take turns, and each change of turns costs.
 
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
@@ -215,8 +218,8 @@ class MatrixAttention {
 
   // scores_: [matrix of rows][slot][16 rows], keys times query rows.
   void score(Fetch& ahead) {
-    for (int g = 0; g < groups_; g += kOthers) {
-      for (int block = 0; block < row_blocks_; block++) score_block(g, block, ahead);
+    for (int block = 0; block < row_blocks_; block++) {
+      for (int g = 0; g < groups_; g += kOthers) score_block(g, block, ahead);
     }
   }
 
@@ -235,30 +238,30 @@ class MatrixAttention {
         if constexpr (kRowMatrices == 1) {
           load_matrix<4>(query, 64);
           load_matrix<5>(keys[0].start + byte, keys[0].stride);
-          multiply_matrices<0, 5, 4>();
-          ahead.fetch_some();
           load_matrix<6>(keys[1].start + byte, keys[1].stride);
+          load_matrix<7>(keys[2].start + byte, keys[2].stride);
+          ahead.fetch_some();
+          multiply_matrices<0, 5, 4>();
           multiply_matrices<1, 6, 4>();
           ahead.fetch_some();
-          load_matrix<7>(keys[2].start + byte, keys[2].stride);
           multiply_matrices<2, 7, 4>();
-          ahead.fetch_some();
           load_matrix<5>(keys[3].start + byte, keys[3].stride);
+          ahead.fetch_some();
           multiply_matrices<3, 5, 4>();
           ahead.fetch_some();
         } else {
           load_matrix<6>(query, 64);
+          load_matrix<7>(query + kMatrixBytes, 64);
           load_matrix<4>(keys[0].start + byte, keys[0].stride);
+          load_matrix<5>(keys[1].start + byte, keys[1].stride);
+          ahead.fetch_some();
           multiply_matrices<0, 4, 6>();
           ahead.fetch_some();
-          load_matrix<7>(query + kMatrixBytes, 64);
-          multiply_matrices<2, 4, 7>();
-          ahead.fetch_some();
-          load_matrix<5>(keys[1].start + byte, keys[1].stride);
           multiply_matrices<1, 5, 6>();
           ahead.fetch_some();
-          multiply_matrices<3, 5, 7>();
+          multiply_matrices<2, 4, 7>();
           ahead.fetch_some();
+          multiply_matrices<3, 5, 7>();
         }
         query += kRowMatrices * kMatrixBytes;
       }
@@ -409,30 +412,30 @@ class MatrixAttention {
       if constexpr (kRowMatrices == 1) {
         load_matrix<4>(weights, 64);
         load_matrix<5>(values, 64);
-        multiply_matrices<0, 4, 5>();
-        between(0);
         load_matrix<6>(values + kMatrixBytes, 64);
-        multiply_matrices<1, 4, 6>();
-        between(1);
         load_matrix<7>(values + 2 * kMatrixBytes, 64);
-        multiply_matrices<2, 4, 7>();
+        between(0);
+        multiply_matrices<0, 4, 5>();
+        between(1);
+        multiply_matrices<1, 4, 6>();
         between(2);
+        multiply_matrices<2, 4, 7>();
         load_matrix<5>(values + 3 * kMatrixBytes, 64);
-        multiply_matrices<3, 4, 5>();
         between(3);
+        multiply_matrices<3, 4, 5>();
       } else {
         load_matrix<6>(values, 64);
-        load_matrix<4>(weights, 64);
-        multiply_matrices<0, 4, 6>();
-        between(0);
         load_matrix<7>(values + kMatrixBytes, 64);
-        multiply_matrices<1, 4, 7>();
-        between(1);
+        load_matrix<4>(weights, 64);
         load_matrix<5>(weights + kSteps * kMatrixBytes, 64);
-        multiply_matrices<2, 5, 6>();
+        between(0);
+        multiply_matrices<0, 4, 6>();
+        between(1);
+        multiply_matrices<1, 4, 7>();
         between(2);
-        multiply_matrices<3, 5, 7>();
+        multiply_matrices<2, 5, 6>();
         between(3);
+        multiply_matrices<3, 5, 7>();
       }
       weights += kMatrixBytes;
       values += kOthers * kMatrixBytes;
