@@ -36,6 +36,7 @@ SPARSEKV_INLINE int rounded_up(int n, int step) { return (n + step - 1) / step *
 #include "tiles.h"
 #include "fetcher.h"
 #include "scores.h"
+#include "powers.h"
 #include "softmax.h"
 #include "values.h"
 
