@@ -444,7 +444,7 @@ def test_a_failure_at_any_registration_loses_nothing(monkeypatch, error):
 
 
 @pytest.mark.parametrize(
-    ("operation", "stride"), [("register_ahead", 47), ("reserve", 211), ("release", 7)]
+    ("operation", "stride"), [("register_ahead", 97), ("reserve", 211), ("release", 7)]
 )
 def test_ctrl_c_at_any_line_leaves_nothing_registered_behind(build_watched, operation, stride):
     start = build_watched(spec(geometry(num_kv_heads=2, head_dim=128)), 0.25)
