@@ -1,8 +1,8 @@
 """Result files: what was measured, on which machine, by which commit, and whether it is enough.
 
-`benchmarks/results/<topic>_<machine>_<yyyymm>.json` is written by the scripts only. Where the tree
-is no git repository (a copy on another machine), SPARSEKV_COMMIT gives the commit it was copied
-from, and SPARSEKV_DIRTY=0 says that nothing was changed.
+`benchmarks/results/<topic>_<machine>_<yyyymm>.json` is written by the scripts only. In a copy on
+another machine SPARSEKV_COMMIT gives the commit it was copied from, and SPARSEKV_DIRTY=0 says that
+nothing was changed.
 """
 
 from __future__ import annotations
@@ -131,16 +131,21 @@ def load_results(topic: str, folder: Path = FOLDER) -> list[Result]:
 
 
 def _commit() -> tuple[str | None, bool]:
-    """The commit of the tree, and whether the tree differs from it (or nobody knows)."""
-    if (ROOT / ".git").exists():
-        outside = [f":(exclude){path}" for path in RENDERED]
-        try:
-            changed = _git("status", "--porcelain", "--", ".", *outside)
-            return _git("rev-parse", "HEAD"), bool(changed)
-        except (OSError, subprocess.CalledProcessError):
-            pass
-    commit = os.environ.get("SPARSEKV_COMMIT")
-    return commit, commit is None or os.environ.get("SPARSEKV_DIRTY") != "0"
+    """The commit of the tree, and whether the tree differs from it (or nobody knows).
+
+    What the environment says comes first: a copy on another machine may lie in a repository that
+    knows nothing of it.
+    """
+    if commit := os.environ.get("SPARSEKV_COMMIT"):
+        return commit, os.environ.get("SPARSEKV_DIRTY") != "0"
+    if not (ROOT / ".git").exists():  # git would look further up
+        return None, True
+    outside = [f":(exclude){path}" for path in RENDERED]
+    try:
+        changed = _git("status", "--porcelain", "--", ".", *outside)
+        return _git("rev-parse", "HEAD"), bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return None, True
 
 
 def _git(*arguments: str) -> str:

@@ -140,6 +140,7 @@ def test_a_step_that_fails_midway_leaves_streams_and_cache_in_order(
         if where == "submit":
             patch.setattr(host_jobs, "partial_attention_jobs", lambda: fail)
         elif where == "chunk":
+            patch.setattr("sparsekv.engine.step.reads_in_place", lambda *arguments: False)
             patch.setattr(cache.ping_pong, "take", fail)
         elif where == "finish":
             patch.setattr(HostJobs, "_finish", fail)

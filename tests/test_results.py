@@ -101,7 +101,9 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
-def test_a_tree_is_dirty_if_more_than_its_results_changed(tree: Path) -> None:
+def test_a_tree_is_dirty_if_more_than_its_results_changed(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> str:
         known = ("-c", "user.name=a", "-c", "user.email=a@example.org")
         command = ["git", "-C", str(tree), *known, *arguments]
@@ -122,6 +124,9 @@ def test_a_tree_is_dirty_if_more_than_its_results_changed(tree: Path) -> None:
     git("checkout", "-q", "code.py")
     (tree / "new.py").write_text("")
     assert results._commit() == (head, True)
+    monkeypatch.setenv("SPARSEKV_COMMIT", "abc")
+    monkeypatch.setenv("SPARSEKV_DIRTY", "0")
+    assert results._commit() == ("abc", False)  # a copy that lies in a repository knows better
 
 
 def test_without_git_the_environment_says_which_commit(
