@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from benchmarks.buffer import Buffer, Span
 from benchmarks.ceilings import BusCeiling, filled_buffer, hbm_copy_gbs
 from benchmarks.command import finish, parser, print_table, progress
 from benchmarks.results import Check, Row
-from sparsekv.kernels import triton as ops
 from sparsekv.kernels.block_lists import BlockLists
 
 _ROWS, _QUICK_ROWS = 16, 2
@@ -110,12 +110,12 @@ class Way:
             )
         out = torch.empty(rows, shape.num_heads, 1, shape.head_dim_v, device="cuda")
         lse = torch.empty(rows, shape.num_heads, 1, device="cuda")
-        room = ops.workspace_numel(query, *self.memory.segments(0, 1))
+        room = _ops().workspace_numel(query, *self.memory.segments(0, 1))
         workspace = torch.empty(max(room, 1), device="cuda")
         positions = torch.arange(count) * WINDOW_SIZE
 
         def call(first: int) -> object:
-            return ops.partial_attention(
+            return _ops().partial_attention(
                 query,
                 *self.memory.segments(first, count),
                 positions,
@@ -199,16 +199,16 @@ def measure_step(shape: Shape, device: Buffer, steps: int, rows: int) -> Row:
     out = torch.empty(rows, shape.num_heads, 1, shape.head_dim_v, device="cuda")
     lse = torch.empty(rows, shape.num_heads, 1, device="cuda")
     other = (torch.randn(out.shape).pin_memory(), torch.randn(lse.shape).pin_memory())
-    workspace = torch.empty(max(ops.workspace_numel(query, key, value), 1), device="cuda")
+    workspace = torch.empty(max(_ops().workspace_numel(query, key, value), 1), device="cuda")
     new_value = None if shape.shared_kv else value[0, :, :, :1].clone()
     new_key, window_value = key[0, :, :, :1].clone(), None if shape.shared_kv else value[0]
-    append = ops.PreparedAppend(
+    append = _ops().PreparedAppend(
         new_key, new_value, key[0], window_value, query=query, stored_query=stored
     )
-    attend = ops.PreparedAttention(
+    attend = _ops().PreparedAttention(
         query, key, value, shape.softmax_scale, out=out, lse=lse, workspace=workspace
     )
-    merge = ops.PreparedMerge([(out, lse), other], out=out, lse=lse)
+    merge = _ops().PreparedMerge([(out, lse), other], out=out, lse=lse)
 
     def step() -> None:
         append(new_key, new_value, 7, query)
@@ -231,6 +231,13 @@ def measure_step(shape: Shape, device: Buffer, steps: int, rows: int) -> Row:
         "issue_us": issued / steps * 1e6,
         "step_us": done / steps * 1e6,
     }
+
+
+def _ops() -> ModuleType:
+    """The kernels; imported when something is measured, since results are read without Triton."""
+    from sparsekv.kernels import triton
+
+    return triton
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:

@@ -23,6 +23,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Result]], str]]] = {
     "cpu_gather": ("cpu_gather", tables.cpu_gather),
     "decode_attention": ("decode_attention", decode_tables.decode_attention),
     "decode_attention in short": ("decode_attention", decode_tables.decode_in_short),
+    "gpu_attention": ("gpu_attention", tables.gpu_attention),
     "prefill_route": ("prefill_route", decode_tables.prefill_route),
 }
 """By name: the topic whose results it shows, one for each machine, and what makes Markdown of them.

@@ -88,6 +88,27 @@ def cpu_gather(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
+def gpu_attention(results: Sequence[Result]) -> str:
+    """GB/s of keys and values in GPU memory and, in place, in the host's; targets."""
+    columns = ["shape", "keys and values in", "read as", "GB/s", "of a copy"]
+    places = {"gpu": "GPU memory", "host": "registered host memory"}
+    parts = []
+    for result in results:
+        lines = [
+            [
+                row["shape"],
+                places[row["place"]],
+                row["pieces"],
+                rate(row["gbs"]),
+                percent(row["fraction"]),
+            ]
+            for row in result.rows
+            if row["kind"] == "rate"
+        ]
+        parts += [provenance(result), markdown(columns, lines), checks(result)]
+    return "\n\n".join(parts)
+
+
 _ERRORS = {"relative_error": "out, relative to its head's largest", "lse_error": "lse"}
 
 

