@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sparsekv.kernels.dispatch import decode_ops_for
 
-_MOST_ROWS = 64
-"""Query rows of a kv head for which the kernels read each key once, whatever its size."""
+_MOST_ROWS = 16
+"""Query rows of a kv head for which the kernels read each key once, whatever its size and dtype."""
 
 
 def reads_in_place(query: Tensor, num_kv_heads: int, mask: Tensor | None) -> bool:
