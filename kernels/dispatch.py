@@ -19,6 +19,7 @@ from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu import jobs
 from sparsekv.kernels.cpu.jobs import Flag, Job, JobStatus
 from sparsekv.kernels.cpu.library import native_library
+from sparsekv.kernels.cpu.prepared_job import PreparedAttentionJob
 from sparsekv.kernels.reference.compressor import carried_series, compress
 from sparsekv.kernels.reference.entry_format import unpack_entries
 from sparsekv.kernels.reference.rotary import apply_rotary
@@ -38,9 +39,12 @@ __all__ = [
     "LightningIndexer",
     "MergePartials",
     "PartialAttention",
+    "PreparedAttentionJob",
     "apply_rotary",
+    "attention_jobs",
     "carried_series",
     "compress",
+    "copy_jobs",
     "copy_segment_for",
     "decode_ops_for",
     "gather_blocks_for",
@@ -49,7 +53,6 @@ __all__ = [
     "merge_partials_for",
     "pack_entries",
     "partial_attention_for",
-    "partial_attention_jobs",
     "unpack_entries",
 ]
 
@@ -98,7 +101,7 @@ class DecodeOps(Protocol):
     @property
     def PreparedAttention(self) -> Callable[..., Any]: ...
     @property
-    def PreparedMerge(self) -> Callable[..., Callable[[], None]]: ...
+    def PreparedMerge(self) -> Callable[..., Callable[..., None]]: ...
     @property
     def append(self) -> Callable[..., None]: ...
     @property
@@ -197,9 +200,14 @@ def decode_ops_for(device: torch.device) -> DecodeOps | None:
     return _triton_ops() if device.type == "cuda" else None
 
 
-def partial_attention_jobs() -> Callable[..., Job] | None:
-    """What submits partial attention on the CPU as a job; None without the native library."""
-    return None if native_library() is None else jobs.submit_partial_attention
+def attention_jobs() -> type[PreparedAttentionJob] | None:
+    """Partial attention on the CPU as jobs; None without the native library."""
+    return None if native_library() is None else PreparedAttentionJob
+
+
+def copy_jobs() -> Callable[..., Job] | None:
+    """What submits the copy of a segment to its place as a job; None as above."""
+    return None if native_library() is None else jobs.submit_copy
 
 
 def lightning_indexer_for(device: torch.device) -> LightningIndexer:

@@ -14,6 +14,7 @@ from sparsekv.attention import HostCalls, HostJobs, host_jobs
 from sparsekv.engine import attend
 from sparsekv.errors import CacheStateError
 from sparsekv.kernels import dispatch
+from sparsekv.kernels.dispatch import PreparedAttentionJob
 
 _SLEEP_CYCLES = 200_000_000  # about 0.1 s
 
@@ -25,7 +26,7 @@ gpu = [
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
 def device(request):
-    if dispatch.partial_attention_jobs() is None:
+    if dispatch.attention_jobs() is None:
         pytest.skip("no native library")
     return request.param
 
@@ -78,7 +79,7 @@ def test_masks_and_float64_are_attended_by_calls(device, dtype):
 
 
 def test_without_the_library_calls_do_it(monkeypatch):
-    monkeypatch.setattr(host_jobs, "partial_attention_jobs", lambda: None)
+    monkeypatch.setattr(host_jobs, "attention_jobs", lambda: None)
     twin = Twin(build(share=0.5))
     twin.append(30)
     assert_attends(twin, 1)
@@ -90,7 +91,7 @@ def test_buffers_that_would_be_too_large_are_not_made(device, monkeypatch):
     twin.append(30)
     twin.append(9, flush=False)
     assert_attends(twin, 9)
-    assert twin.cache.companion._host.numel() == 0
+    assert twin.cache.companion.host._host.numel() == 0
 
 
 # Failures
@@ -99,19 +100,19 @@ def test_buffers_that_would_be_too_large_are_not_made(device, monkeypatch):
 def test_a_cancelled_job_gives_nan_and_an_error_at_the_next_step(device, no_calls, monkeypatch):
     twin = Twin(build(share=0.5, device=device))
     twin.append(30)
-    submit = dispatch.partial_attention_jobs()
+    submit = PreparedAttentionJob.submit
 
-    def submit_in_vain(*args, **kwargs):
-        job = submit(*args, **kwargs)
+    def submit_in_vain(*args):
+        job = submit(*args)
         job.cancel()
         return job
 
     step(twin)  # whose results must not show in the next one's
-    monkeypatch.setattr(host_jobs, "partial_attention_jobs", lambda: submit_in_vain)
-    found, expected = step(twin)
+    with monkeypatch.context() as patch:
+        patch.setattr(PreparedAttentionJob, "submit", submit_in_vain)
+        found, expected = step(twin)
     assert found.isnan().all()
     assert not expected.isnan().any()
-    monkeypatch.setattr(host_jobs, "partial_attention_jobs", lambda: submit)
     with pytest.raises(CacheStateError, match="cancelled"):
         step(twin)
     found, expected = step(twin)
@@ -138,7 +139,7 @@ def test_a_step_that_fails_midway_leaves_streams_and_cache_in_order(
 
     with monkeypatch.context() as patch:
         if where == "submit":
-            patch.setattr(host_jobs, "partial_attention_jobs", lambda: fail)
+            patch.setattr(PreparedAttentionJob, "submit", fail)
         elif where == "chunk":
             patch.setattr("sparsekv.engine.step.reads_in_place", lambda *arguments: False)
             patch.setattr(cache.ping_pong, "take", fail)
@@ -159,16 +160,16 @@ def test_a_step_that_fails_midway_leaves_streams_and_cache_in_order(
 def test_a_job_that_was_begun_in_vain_is_cancelled_by_the_next_step(device, no_calls, monkeypatch):
     twin, jobs = Twin(build(share=0.5, device=device)), []
     twin.append(30)
-    submit = dispatch.partial_attention_jobs()
+    submit = PreparedAttentionJob.submit
 
-    def submit_noted(*args, **kwargs):
-        jobs.append(submit(*args, **kwargs))
+    def submit_noted(*args):
+        jobs.append(submit(*args))
         return jobs[-1]
 
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(host_jobs, "partial_attention_jobs", lambda: submit_noted)
+    monkeypatch.setattr(PreparedAttentionJob, "submit", submit_noted)
     with monkeypatch.context() as patch:
         patch.setattr(type(twin.cache.accelerator.current_stream()), "write_flag", fail)
         with pytest.raises(KeyboardInterrupt):
@@ -207,7 +208,7 @@ def test_reset_lets_go_of_what_jobs_have_read(device):
     twin.cache.reset()
     gc.collect()
     assert lease() is None
-    assert not twin.cache.companion._in_flight.awaited
+    assert not twin.cache.companion.host._in_flight.awaited
     idle = twin.cache._pool.idle_bytes()
     assert idle > 0
 
@@ -237,7 +238,7 @@ def test_python_does_not_wait_for_either_engine(no_calls, is_own):
         for i in range(2):
             attend(twin.cache, i, queries[i], 0.3)  # buffers are made once
         torch.cuda.synchronize()
-        host, views = twin.cache.companion, [twin.cache.views(i).unpinned for i in range(2)]
+        host, views = twin.cache.companion.host, [twin.cache.views(i).unpinned for i in range(2)]
         torch.cuda._sleep(_SLEEP_CYCLES)
         awake = torch.cuda.Event()
         awake.record()

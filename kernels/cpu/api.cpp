@@ -1,6 +1,7 @@
 #include "api.h"
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -32,6 +33,7 @@ const Kernel& kernel_of(const sparsekv_partial_attention_call& call) {
 struct SubmittedAttention {
   explicit SubmittedAttention(const sparsekv_partial_attention_call& given)
       : call(given),
+        kernel(kernel_of(given)),
         positions(copy(call.positions, given.num_segments)),
         row_table(copy(call.row_table, given.num_segments * given.batch)),
         key_start(copy(call.key_start, given.batch)) {}
@@ -39,6 +41,7 @@ struct SubmittedAttention {
   SubmittedAttention& operator=(const SubmittedAttention&) = delete;
 
   sparsekv_partial_attention_call call;
+  const Kernel& kernel;
   const std::vector<int64_t> positions, row_table, key_start;
 
  private:
@@ -81,18 +84,38 @@ int32_t sparsekv_gather_blocks(const sparsekv_gather_blocks_call* call) {
   return SPARSEKV_OK;
 }
 
-int32_t sparsekv_submit_partial_attention(const sparsekv_partial_attention_call* call,
-                                          const sparsekv_signal* signal, int64_t* job) {
-  if (!call) return SPARSEKV_BAD_ARGUMENT;
-  sparsekv_partial_attention_call known = *call;
-  known.block_size = 0;  // the lists may be written until the flag is set
-  const int32_t wrong = check(known);
-  if (wrong != SPARSEKV_OK) return wrong;
+int32_t sparsekv_submit_partial_attention(const sparsekv_partial_attention_call* calls,
+                                          int64_t count, const sparsekv_signal* signal,
+                                          int64_t* job) {
+  if (!calls || count < 1) return SPARSEKV_BAD_ARGUMENT;
+  for (int64_t i = 0; i < count; i++) {
+    sparsekv_partial_attention_call known = calls[i];
+    known.block_size = 0;  // the lists may be written until the flag is set
+    const int32_t wrong = check(known);
+    if (wrong != SPARSEKV_OK) return wrong;
+  }
   return submit_job(signal, job, [&] {
-    const auto submitted = std::make_shared<const SubmittedAttention>(*call);
-    return [submitted, kernel = &kernel_of(*call)] {
-      const int32_t wrong = check(submitted->call);
-      if (wrong == SPARSEKV_OK) partial_attention(submitted->call, *kernel);
+    const auto submitted = std::make_shared<std::deque<SubmittedAttention>>();
+    for (int64_t i = 0; i < count; i++) submitted->emplace_back(calls[i]);
+    return [submitted] {
+      for (const SubmittedAttention& each : *submitted) {
+        const int32_t wrong = check(each.call);
+        if (wrong != SPARSEKV_OK) return wrong;
+        partial_attention(each.call, each.kernel);
+      }
+      return int32_t(SPARSEKV_OK);
+    };
+  });
+}
+
+int32_t sparsekv_submit_gather_blocks(const sparsekv_gather_blocks_call* call,
+                                      const sparsekv_signal* signal, int64_t* job) {
+  if (!call) return SPARSEKV_BAD_ARGUMENT;
+  const CopyKernel& kernel = copy_kernel_for(isa_in_use().load()->vectors->name);
+  return submit_job(signal, job, [&] {
+    return [call = *call, kernel = &kernel] {
+      const int32_t wrong = check(call);
+      if (wrong == SPARSEKV_OK) gather_blocks(call, *kernel);
       return wrong;
     };
   });

@@ -6,7 +6,7 @@
 #define SPARSEKV_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Counted up when anything below changes its meaning; checked by who loads the library.
-#define SPARSEKV_INTERFACE 3
+#define SPARSEKV_INTERFACE 4
 
 enum {
   SPARSEKV_OK = 0,
@@ -97,12 +97,15 @@ SPARSEKV_EXPORT int32_t sparsekv_threads(void);
 // Number of threads from now on; 0: the default number. Waits for jobs that run, not for others.
 SPARSEKV_EXPORT int32_t sparsekv_set_threads(int32_t threads);
 
-// When a job starts, and what it writes when it ends: first the status, then the flag. Words are
-// aligned to 4 bytes, in any mapped memory; they must stay until the job has ended.
+// When a job starts, and what it writes when it ends: first NaN if it is not done, then the status,
+// then the flag. All is aligned to 4 bytes, in any mapped memory; it must stay until the job has
+// ended.
 struct sparsekv_signal {
   const uint32_t* wait;  // starts when int32_t(*wait - wait_value) >= 0; null: at once
   uint32_t* done;        // becomes done_value, whatever the status is; null: nobody asks
   int32_t* status;       // becomes one of the numbers below; null: nobody asks
+  float* unless_done;    // numbers that become NaN where the job fails or is cancelled; null: none
+  int64_t num_unless_done;
   uint32_t wait_value;
   uint32_t done_value;
 };
@@ -111,16 +114,21 @@ enum {
   SPARSEKV_JOB_UNENDED = 0,   // waiting or running; written when the job is submitted
   SPARSEKV_JOB_DONE = 1,      // the results are there
   SPARSEKV_JOB_FAILED = 2,    // some error code; the results are not to be used
-  SPARSEKV_JOB_CANCELLED = 3, // nothing of the results was written
+  SPARSEKV_JOB_CANCELLED = 3, // nothing of the results was written, but what is `unless_done`
 };
 
-// Attention when its flag is set, on the library's threads; returns at once, with the number of the
-// job, or an error code and nothing submitted. The struct, positions, row_table and key_start are
-// copied; all else is read and written in place, after the flag was set and before the job has
-// ended: wrong block lists make the job fail. Jobs start in the order in which they become ready,
-// and may run at the same time.
+// Attention when its flag is set, on the library's threads: `count` calls, one after the other, are
+// one job. Returns at once, with the number of the job, or an error code and nothing submitted. The
+// structs, positions, row_table and key_start are copied; all else is read and written in place,
+// after the flag was set and before the job has ended: wrong block lists make the job fail. Jobs
+// start in the order in which they become ready, and may run at the same time.
 SPARSEKV_EXPORT int32_t sparsekv_submit_partial_attention(
-    const sparsekv_partial_attention_call* call, const sparsekv_signal* signal, int64_t* job);
+    const sparsekv_partial_attention_call* calls, int64_t count, const sparsekv_signal* signal,
+    int64_t* job);
+
+// The copy of blocks as a job: all that the struct points to is read in place.
+SPARSEKV_EXPORT int32_t sparsekv_submit_gather_blocks(const sparsekv_gather_blocks_call* call,
+                                                      const sparsekv_signal* signal, int64_t* job);
 
 // Waits until the job has ended, or for so many seconds, then tells its status and error code.
 SPARSEKV_EXPORT int32_t sparsekv_job_wait(int64_t job, double seconds, int32_t* status,

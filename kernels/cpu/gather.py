@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from sparsekv.errors import CapacityError, LayoutError
+from sparsekv.errors import CapacityError, LayoutError, SparseKVError
 from sparsekv.kernels import torch_ops
 from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu.library import native_library
@@ -95,19 +95,24 @@ def copy_segment(source: Tensor, out: Tensor) -> None:
         LayoutError: a dtype, device, shape or stride breaks a rule; nothing was written.
         CapacityError: as gather_blocks.
     """
-    _check_pair(source, out, 4)
-    if source.shape != out.shape:
-        raise LayoutError(
-            f"source {tuple(source.shape)} and out {tuple(out.shape)}: must be equal; give the "
-            "segment's own view"
-        )
     library = native_library()
     if library is None or source.numel() == 0:
+        _check_equal(source, out)
         torch_ops.copy_segment(source, out)
         return
+    _check_code(library.sparsekv_gather_blocks(ctypes.byref(copy_call(source, out))))
+
+
+def copy_call(source: Tensor, out: Tensor) -> ctypes.Structure:
+    """The copy of a segment as the library takes it; the caller keeps the tensors alive.
+
+    Raises:
+        LayoutError: as `copy_segment`.
+    """
+    _check_equal(source, out)
     rows, num_kv_heads, tokens, dim = source.shape
     row_stride, head_stride, token_stride = _byte_strides(out)
-    call = _Call(
+    return _Call(
         source=source.data_ptr(),
         out=out.data_ptr(),
         source_strides=(0, *_byte_strides(source)),
@@ -121,7 +126,13 @@ def copy_segment(source: Tensor, out: Tensor) -> None:
         tokens=tokens,
         token_bytes=dim * source.element_size(),
     )
-    _check_code(library.sparsekv_gather_blocks(ctypes.byref(call)))
+
+
+def error_of_copy(code: int) -> SparseKVError:
+    """What the library's error code means to who made the call."""
+    if code == _NO_MEMORY:
+        return CapacityError("the copy's lists do not fit into memory; gather fewer rows at a time")
+    return LayoutError(f"the copy was refused: {_LAYOUT_ERRORS[code]}")
 
 
 def _byte_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -130,10 +141,17 @@ def _byte_strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _check_code(code: int) -> None:
-    if code == _NO_MEMORY:
-        raise CapacityError("the copy's lists do not fit into memory; gather fewer rows at a time")
     if code != 0:
-        raise LayoutError(f"the copy was refused: {_LAYOUT_ERRORS[code]}")
+        raise error_of_copy(code)
+
+
+def _check_equal(source: Tensor, out: Tensor) -> None:
+    _check_pair(source, out, 4)
+    if source.shape != out.shape:
+        raise LayoutError(
+            f"source {tuple(source.shape)} and out {tuple(out.shape)}: must be equal; give the "
+            "segment's own view"
+        )
 
 
 def _check_pair(source: Tensor, out: Tensor, rank: int) -> None:

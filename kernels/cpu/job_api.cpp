@@ -5,8 +5,9 @@ namespace sparsekv {
 bool is_valid(const sparsekv_signal& signal) {
   const uintptr_t words = reinterpret_cast<uintptr_t>(signal.wait) |
                           reinterpret_cast<uintptr_t>(signal.done) |
-                          reinterpret_cast<uintptr_t>(signal.status);
-  return words % sizeof(uint32_t) == 0;
+                          reinterpret_cast<uintptr_t>(signal.status) |
+                          reinterpret_cast<uintptr_t>(signal.unless_done);
+  return words % sizeof(uint32_t) == 0 && signal.num_unless_done >= 0;
 }
 
 }  // namespace sparsekv

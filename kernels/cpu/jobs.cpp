@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <thread>
 #include <utility>
 
@@ -179,6 +180,10 @@ void Jobs::take_from_waiting(Waiting::iterator at) {
 void Jobs::end(Job& job, JobStatus status, int32_t error) {
   job.status = status;
   job.error = error;
+  if (status != JobStatus::done && job.signal.unless_done) {
+    std::fill_n(job.signal.unless_done, job.signal.num_unless_done,
+                std::numeric_limits<float>::quiet_NaN());
+  }
   if (job.signal.status) __atomic_store_n(job.signal.status, int32_t(status), __ATOMIC_RELEASE);
   if (job.signal.done) __atomic_store_n(job.signal.done, job.signal.done_value, __ATOMIC_RELEASE);
   ended_.notify_all();

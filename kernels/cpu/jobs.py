@@ -2,7 +2,7 @@
 
 No Python runs between the flag and the result, and a running job does not hold the GIL. A job
 writes a status word and another flag when it ends, whichever way it ends, so that a device which
-waits for that flag never waits for ever.
+waits for that flag never waits for ever. `prepared_job` has those of a decode step.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparsekv.errors import CacheStateError, CapacityError, LayoutError, SparseKVError
 from sparsekv.kernels.block_lists import BlockLists
+from sparsekv.kernels.cpu.gather import copy_call, error_of_copy
 from sparsekv.kernels.cpu.library import backend, native_library
 from sparsekv.kernels.cpu.partial_attention import (
     check_inputs,
@@ -28,7 +29,18 @@ from sparsekv.kernels.cpu.partial_attention import (
     native_call,
 )
 
-__all__ = ["Flag", "Job", "JobStatus", "cancel_jobs", "submit_partial_attention"]
+__all__ = [
+    "Flag",
+    "Job",
+    "JobStatus",
+    "Signal",
+    "cancel_jobs",
+    "check_in_place",
+    "job_library",
+    "start",
+    "submit_copy",
+    "submit_partial_attention",
+]
 
 _NO_THREAD = 8
 _SLICE_SECONDS = 0.05  # Python looks for signals between waits of this length
@@ -76,18 +88,19 @@ class Flag:
     @property
     def value(self) -> int:
         """The word now; what was written before it was set is read after it."""
-        return int(_library().sparsekv_load_flag(self.address))
+        return int(job_library().sparsekv_load_flag(self.address))
 
     def set(self, value: int) -> None:
         """Write value % 2^32, after all that was written before."""
-        _library().sparsekv_store_flag(self.address, value % 2**32)
+        job_library().sparsekv_store_flag(self.address, value % 2**32)
 
 
-class _Signal(ctypes.Structure):
+class Signal(ctypes.Structure):
     """struct sparsekv_signal of api.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("wait", "done", "status")),
+        *((name, ctypes.c_void_p) for name in ("wait", "done", "status", "unless_done")),
+        ("num_unless_done", ctypes.c_int64),
         *((name, ctypes.c_uint32) for name in ("wait_value", "done_value")),
     )
 
@@ -155,12 +168,12 @@ class Job:
         Raises:
             CacheStateError: the job belongs to the process that this one was forked from.
         """
-        self._check(_library().sparsekv_job_cancel(self._number))
+        self._check(job_library().sparsekv_job_cancel(self._number))
 
     def _look(self, seconds: float) -> tuple[JobStatus, int]:
         status, error = ctypes.c_int32(), ctypes.c_int32()
         places = ctypes.byref(status), ctypes.byref(error)
-        self._check(_library().sparsekv_job_wait(self._number, seconds, *places))
+        self._check(job_library().sparsekv_job_wait(self._number, seconds, *places))
         return JobStatus(status.value), error.value
 
     def _check(self, code: int) -> None:
@@ -212,17 +225,17 @@ def submit_partial_attention(
             nothing has been submitted.
         CapacityError: no memory or no thread for the job.
     """
-    library = _library()
+    library = job_library()
     check_inputs(query, key, value, positions, row_table, key_mask, key_start)
     check_visibility(query, key, sliding_window, blocks)
     uses = [query, key, value]
-    _check_in_place("query", query, torch.float32, is_contiguous_at_last(query))
+    check_in_place("query", query, torch.float32, is_contiguous_at_last(query))
     if key_mask is not None:
-        _check_in_place("key_mask", key_mask, torch.bool, is_contiguous_at_last(key_mask))
+        check_in_place("key_mask", key_mask, torch.bool, is_contiguous_at_last(key_mask))
         uses.append(key_mask)
     if blocks is not None:
         for name, table in (("indices", blocks.indices), ("num_blocks", blocks.num_blocks)):
-            _check_in_place(name, table, torch.int64, table.is_contiguous())
+            check_in_place(name, table, torch.int64, table.is_contiguous())
             uses.append(table)
     shape = (*query.shape[:3], value.shape[-1])
     out = _room("out", out, shape)
@@ -242,56 +255,91 @@ def submit_partial_attention(
         sliding_window=sliding_window,
         blocks=blocks,
     )
-    return _submit(
-        library.sparsekv_submit_partial_attention,
-        call,
+    flags = [word[0] for word in (wait, done) if word is not None] + ([status] if status else [])
+    return start(
+        lambda *places: library.sparsekv_submit_partial_attention(ctypes.byref(call), 1, *places),
+        _signal(wait, done, status),
         (out, lse),
-        tuple(uses),
+        (*uses, *(flag.words for flag in flags)),
         functools.partial(error_of, call=call),
-        (wait, done, status),
+    )
+
+
+def submit_copy(source: Tensor, out: Tensor, wait: tuple[Flag, int] | None = None) -> Job:
+    """The copy of a segment to its place as a job, whose result is `out`; `copy_segment` of
+    kernels.dispatch defines it.
+
+    Args:
+        source: (rows, num_kv_heads, tokens, dim), read after the flag was set.
+        out: likewise.
+        wait: as `submit_partial_attention` has it.
+
+    Raises:
+        LayoutError: as there.
+        CapacityError: no memory or no thread for the job.
+    """
+    library, call = job_library(), copy_call(source, out)
+    return start(
+        functools.partial(library.sparsekv_submit_gather_blocks, ctypes.byref(call)),
+        _signal(wait, None, None),
+        (out,),
+        (source, *((wait[0].words,) if wait else ())),
+        error_of_copy,
     )
 
 
 def cancel_jobs() -> None:
     """End all jobs of this process that have not begun, as cancelled."""
-    _library().sparsekv_cancel_jobs()
+    job_library().sparsekv_cancel_jobs()
 
 
-def _submit(
+def start(
     submit: Callable[..., int],
-    call: ctypes.Structure,
+    signal: Signal,
     results: tuple[Tensor, ...],
     uses: tuple[Tensor, ...],
     error_of: Callable[[int], SparseKVError],
-    words: tuple[tuple[Flag, int] | None, tuple[Flag, int] | None, Flag | None],
 ) -> Job:
-    """Submit by a function of the library; it takes a call, a signal and room for a number."""
-    wait, done, status = words
-    signal = _Signal(
+    """The job that `submit`, a function of the library that takes a signal and room for a number,
+    makes; `uses`: what it reads, flags too.
+
+    Raises:
+        SparseKVError: it makes none.
+    """
+    number = ctypes.c_int64()
+    code = submit(ctypes.byref(signal), ctypes.byref(number))
+    if code == _NO_THREAD:
+        raise CapacityError("the system grants no thread to run jobs: allow more, or end others")
+    if code != 0:
+        raise error_of(code)
+    _in_use[number.value] = (*results, *uses)
+    return Job(number.value, results, error_of)
+
+
+def _signal(
+    wait: tuple[Flag, int] | None, done: tuple[Flag, int] | None, status: Flag | None
+) -> Signal:
+    return Signal(
         wait=None if wait is None else wait[0].address,
         done=None if done is None else done[0].address,
         status=None if status is None else status.address,
         wait_value=0 if wait is None else wait[1] % 2**32,
         done_value=0 if done is None else done[1] % 2**32,
     )
-    number = ctypes.c_int64()
-    code = submit(ctypes.byref(call), ctypes.byref(signal), ctypes.byref(number))
-    if code == _NO_THREAD:
-        raise CapacityError("the system grants no thread to run jobs: allow more, or end others")
-    if code != 0:
-        raise error_of(code)
-    flags = [word[0] for word in (wait, done) if word is not None] + ([status] if status else [])
-    _in_use[number.value] = (*results, *uses, *(flag.words for flag in flags))
-    return Job(number.value, results, error_of)
 
 
 def _release(number: int) -> None:
     # One call cancels, waits and forgets: nothing can come between.
-    _library().sparsekv_job_release(number)
+    job_library().sparsekv_job_release(number)
     _in_use.pop(number, None)
 
 
-def _library() -> Any:
+def job_library() -> Any:
+    """The library.
+
+    Raises:
+        LayoutError: there is none.
+    """
     library = native_library()
     if library is None:
         raise LayoutError(
@@ -300,7 +348,12 @@ def _library() -> Any:
     return library
 
 
-def _check_in_place(name: str, tensor: Tensor, dtype: torch.dtype, is_contiguous: bool) -> None:
+def check_in_place(name: str, tensor: Tensor, dtype: torch.dtype, is_contiguous: bool) -> None:
+    """Raise unless a job can read `tensor` where it lies.
+
+    Raises:
+        LayoutError: it cannot.
+    """
     if tensor.dtype != dtype or not is_contiguous:
         raise LayoutError(
             f"{name} is {tensor.dtype} with strides {tensor.stride()}: a job reads it in place, so "

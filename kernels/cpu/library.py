@@ -28,7 +28,7 @@ from sparsekv.kernels.cpu.build import (
 
 logger = logging.getLogger(__name__)
 
-_INTERFACE = 3  # SPARSEKV_INTERFACE of api.h
+_INTERFACE = 4  # SPARSEKV_INTERFACE of api.h
 _CHOICES = ("auto", "native", "torch")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of keys and values, in api.h
 
@@ -232,7 +232,13 @@ def _open(path: Path) -> Any:
     functions.sparsekv_set_threads.argtypes = (ctypes.c_int32,)
     functions.sparsekv_partial_attention.argtypes = (ctypes.c_void_p,)
     functions.sparsekv_gather_blocks.argtypes = (ctypes.c_void_p,)
-    functions.sparsekv_submit_partial_attention.argtypes = (ctypes.c_void_p,) * 3
+    signal_and_job = (ctypes.c_void_p, ctypes.c_void_p)
+    functions.sparsekv_submit_partial_attention.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        *signal_and_job,
+    )
+    functions.sparsekv_submit_gather_blocks.argtypes = (ctypes.c_void_p, *signal_and_job)
     wait = (ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p)
     functions.sparsekv_job_wait.argtypes = wait
     functions.sparsekv_job_cancel.argtypes = (ctypes.c_int64,)

@@ -1,7 +1,7 @@
 """The CPU's part of split attention as jobs of the native library, beside the accelerator.
 
-The query goes to registered memory and a flag starts the jobs; the caller's stream waits for their
-flags before it takes the results. Python waits for nothing.
+The query goes to registered memory and a flag starts the job; the caller's stream waits for the
+job's flag before it takes the results. Python waits for nothing.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparsekv.attention.host import HostCalls, Partial, Question
-from sparsekv.device import Event
+from sparsekv.device import Stream
 from sparsekv.errors import SparseKVError
 from sparsekv.format.views import KVView
-from sparsekv.kernels.dispatch import Flag, Job, JobStatus, partial_attention_jobs
+from sparsekv.kernels.dispatch import (
+    Flag,
+    Job,
+    JobStatus,
+    PreparedAttentionJob,
+    attention_jobs,
+)
 from sparsekv.regions import Registrar
 
 _MOST_BYTES = 64 << 20
 """Of registered buffers: longer prompts are attended by calls."""
-_NUM_FLAGS = 64
-"""One to start the jobs, and one for the end of each."""
 
 
 @dataclass(slots=True)
@@ -37,20 +41,25 @@ class _InFlight:
     begun: list[Job] = field(default_factory=list)
     """Not awaited by a stream yet: their flag may never be set."""
     awaited: deque[Job] = field(default_factory=deque)
-    taken: Event | None = None
-    """When the last results were taken."""
+    taker: Stream | None = None
+    """Where the last results are taken."""
 
 
 class HostJobs:
     """The jobs of one cache, one layer after the other, all on one stream or on streams that wait
     for each other. What failed is raised by the next call; until then its results are NaN.
+
+    `begin` does it all; a decode step takes its parts: `room`, `start`, `wait` and `take`.
     """
 
     def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
         self._accelerator = registrar.accelerator
         self._in_flight = _InFlight()
-        self._flags = torch.empty(0)
+        self._flags: list[tuple[Flag, Tensor]] = []
+        """Of the library, and of streams: the first starts jobs; of the others each has one job in
+        turn for its end, so that a job that is cancelled sets no flag of another one.
+        """
         self._turn = 0
         self._error: SparseKVError | None = None
         self._host = torch.empty(0)
@@ -66,65 +75,95 @@ class HostJobs:
             SparseKVError: an earlier job failed.
             CapacityError: no addresses for the buffers, or no memory for a job.
         """
-        self._drop_begun()
-        self._raise_failed()
-        submit = partial_attention_jobs()
-        room = _Room(question.query.shape, len(parts), parts[0].value.shape[-1])
-        mask_size = 0 if question.key_mask is None else question.key_mask.numel()
-        if (
-            submit is None
-            or question.mask is not None
-            or question.query.dtype == torch.float64
-            or len(parts) >= _NUM_FLAGS
-            or 4 * room.size > _MOST_BYTES
-            or not self._make_room(room.size, mask_size)
-        ):
+        self.look_back()
+        is_for_calls = question.mask is not None or question.query.dtype == torch.float64
+        room = None if is_for_calls else self.room(question.query.shape, parts)
+        if room is None or not self._has_mask_room(question.key_mask):
             return HostCalls().begin(question, parts)
-        stream = self._accelerator.current_stream()
-        room.query(self._device).copy_(question.query)
-        # A job that does not get to its end leaves these as they are.
-        self._device[room.lse_start : room.out_start].fill_(torch.nan)
-        stream.copy_to_host(self._host[: room.out_start], self._device[: room.out_start])
+        if self._device.numel() < room.size:
+            self._device = self._accelerator.empty((self._host.numel(),), torch.float32)
+        stream, device = self._accelerator.current_stream(), self._device[: room.size]
+        room.query_in(device).copy_(question.query)
+        stream.copy_to_host(room.memory[: room.lse_start], device[: room.lse_start])
         key_mask = None if question.key_mask is None else self._sent_mask(question.key_mask)
-        self._turn += 1
-        for i, part in enumerate(parts):
-            out, lse = room.result(self._host, i)
-            job = submit(
-                room.query(self._host),
-                part.key,
-                part.value,
-                part.positions,
-                question.softmax_scale,
-                row_table=part.row_table,
-                query_start=question.query_start,
-                key_mask=key_mask,
-                out=out,
-                lse=lse,
-                wait=(Flag(self._flags, 0), self._turn),
-                done=(Flag(self._flags, 1 + i), self._turn),
-            )
-            self._in_flight.begun.append(job)
-        stream.write_flag(self._flags[0], self._turn)
-        return partial(self._finish, room)
+        self.start(stream, room.job(parts, question.softmax_scale, key_mask), question.query_start)
+        return partial(self._finish, room, device)
 
     def synchronize(self) -> None:
         """Return when no job runs and all results are taken."""
         self._drop_begun()
-        if self._in_flight.taken is not None:
-            self._in_flight.taken.synchronize()
+        _wait_for_taker(self._in_flight)
         self._let_go_of_ended()
 
-    def _finish(self, room: _Room) -> list[Partial]:
-        stream, in_flight = self._accelerator.current_stream(), self._in_flight
-        # Each of these flags has a job whose start lies before it on this stream.
-        for i in range(room.num_parts):
-            stream.wait_flag(self._flags[1 + i], self._turn)
-        results = slice(room.lse_start, room.size)
-        stream.copy_from_host(self._device[results], self._host[results])
-        in_flight.taken = stream.record()
+    # The parts of a step, in this order
+
+    def look_back(self) -> None:
+        """Drop what a failed step has begun.
+
+        Raises:
+            SparseKVError: an earlier job failed.
+        """
+        self._drop_begun()
+        self._let_go_of_ended()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def room(self, shape: torch.Size, parts: Sequence[KVView]) -> Room | None:
+        """Registered memory for a query (batch, num_heads, num_queries, head_dim) and for what
+        the CPU finds in `parts`; the same as before, unless it has to be larger.
+
+        Returns:
+            None: too much, or the system registers none, or there is no native library.
+        Raises:
+            CapacityError: no addresses left.
+        """
+        room = Room(self._host, shape, len(parts), parts[0].value.shape[-1])
+        if attention_jobs() is None or 4 * room.size > _MOST_BYTES:
+            return None
+        if not self._flags:
+            flags = self._registrar.make_flags()
+            if flags is not None:
+                self._flags = [(Flag(flags[0], i), word) for i, word in enumerate(flags[0])]
+        host = self._larger(self._host, room.size, torch.float32)
+        if not self._flags or host is None:
+            return None
+        self._host = host
+        return replace(room, memory=host)
+
+    def is_current(self, room: Room) -> bool:
+        """Whether the room is still where the CPU answers."""
+        return room.memory is self._host
+
+    def start(self, stream: Stream, job: PreparedAttentionJob, query_start: int) -> None:
+        """Let the CPU begin once the work of `stream` so far is done, which stores the query."""
+        self._turn += 1
+        (begin, word), (end, _) = self._flags[0], self._flag_of_turn()
+        self._in_flight.begun.append(
+            job.submit(query_start, (begin, self._turn), (end, self._turn))
+        )
+        stream.write_flag(word, self._turn)
+
+    def wait(self, stream: Stream) -> None:
+        """Let `stream` wait for the results. The start of their job lies before that on it."""
+        stream.wait_flag(self._flag_of_turn()[1], self._turn)
+
+    def take(self, stream: Stream) -> None:
+        """Note that the work of `stream` so far has taken the results."""
+        in_flight = self._in_flight
+        in_flight.taker = stream
         in_flight.awaited.extend(in_flight.begun)
         in_flight.begun.clear()
-        return [room.result(self._device, i) for i in range(room.num_parts)]
+
+    def _flag_of_turn(self) -> tuple[Flag, Tensor]:
+        return self._flags[1 + self._turn % (len(self._flags) - 1)]
+
+    def _finish(self, room: Room, device: Tensor) -> list[Partial]:
+        stream = self._accelerator.current_stream()
+        self.wait(stream)
+        stream.copy_from_host(device[room.lse_start :], room.memory[room.lse_start : room.size])
+        self.take(stream)
+        return list(zip(*room.results_in(device), strict=True))
 
     def _drop_begun(self) -> None:
         """End what a failed step has begun, and wait for no flag of it."""
@@ -135,35 +174,15 @@ class HostJobs:
                 begun[-1].wait()
             begun.pop()
 
-    def _raise_failed(self) -> None:
-        self._let_go_of_ended()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
     def _let_go_of_ended(self) -> None:
         awaited = self._in_flight.awaited
-        while awaited and awaited[0].status != JobStatus.UNENDED:
-            try:
-                awaited[0].wait()
-            except SparseKVError as error:
-                self._error = error
+        while awaited and (status := awaited[0].status) != JobStatus.UNENDED:
+            if status != JobStatus.DONE:
+                try:
+                    awaited[0].wait()
+                except SparseKVError as error:
+                    self._error = error
             awaited.popleft()
-
-    def _make_room(self, size: int, mask_size: int) -> bool:
-        """Have buffers of so many elements; False where the system does not register them."""
-        if (flags := self._larger(self._flags, _NUM_FLAGS, torch.int32)) is None:
-            return False
-        self._flags = flags
-        if (host := self._larger(self._host, size, torch.float32)) is None:
-            return False
-        self._host = host
-        if (mask := self._larger(self._mask, mask_size, torch.bool)) is None:
-            return False
-        self._mask = mask
-        if host.numel() > self._device.numel():
-            self._device = self._accelerator.empty((host.numel(),), torch.float32)
-        return True
 
     def _larger(self, buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor | None:
         """The buffer, or one of at least `size` elements."""
@@ -173,6 +192,13 @@ class HostJobs:
         self.synchronize()  # jobs may use the one that is let go of
         return larger
 
+    def _has_mask_room(self, key_mask: Tensor | None) -> bool:
+        size = 0 if key_mask is None else key_mask.numel()
+        mask = self._larger(self._mask, size, torch.bool)
+        if mask is not None:
+            self._mask = mask
+        return mask is not None
+
     def _sent_mask(self, key_mask: Tensor) -> Tensor:
         host = self._mask[: key_mask.numel()].view(key_mask.shape)
         self._accelerator.current_stream().copy_to_host(host, key_mask.contiguous())
@@ -180,16 +206,14 @@ class HostJobs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """How a buffer of float32 is used: the query, each part's lse, each part's out."""
+class Room:
+    """How float32 memory is used: the query, each part's lse, each part's out."""
 
+    memory: Tensor
+    """Registered."""
     shape: torch.Size
     num_parts: int
     head_dim_v: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.shape[:-1].numel()
 
     @property
     def lse_start(self) -> int:
@@ -197,20 +221,37 @@ class _Room:
 
     @property
     def out_start(self) -> int:
-        return self.lse_start + self.num_parts * self.num_rows
+        return self.lse_start + self.num_parts * self.shape[:-1].numel()
 
     @property
     def size(self) -> int:
-        return self.out_start + self.num_parts * self.num_rows * self.head_dim_v
+        return self.out_start + self.num_parts * self.shape[:-1].numel() * self.head_dim_v
 
-    def query(self, memory: Tensor) -> Tensor:
+    def query_in(self, memory: Tensor) -> Tensor:
+        """The query where `memory` is used so."""
         return memory[: self.lse_start].view(self.shape)
 
-    def result(self, memory: Tensor, part_idx: int) -> Partial:
-        """(batch, num_heads, num_queries, head_dim_v) and (batch, num_heads, num_queries)."""
-        lses = memory[self.lse_start : self.out_start].view(-1, *self.shape[:-1])
-        outs = memory[self.out_start : self.size].view(-1, *self.shape[:-1], self.head_dim_v)
-        return outs[part_idx], lses[part_idx]
+    def results_in(self, memory: Tensor) -> Partial:
+        """(num_parts, batch, num_heads, num_queries, head_dim_v) and the same without the last."""
+        rows = (self.num_parts, *self.shape[:-1])
+        out = memory[self.out_start : self.size].view(*rows, self.head_dim_v)
+        return out, memory[self.lse_start : self.out_start].view(rows)
+
+    def job(
+        self, parts: Sequence[KVView], softmax_scale: float, key_mask: Tensor | None = None
+    ) -> PreparedAttentionJob:
+        """What attends to `parts` on the CPU, as many as there is room for."""
+        out, lse = self.results_in(self.memory)
+        prepare = attention_jobs()
+        assert prepare is not None
+        return prepare(
+            self.query_in(self.memory),
+            [(part.key, part.value, part.positions, part.row_table) for part in parts],
+            softmax_scale,
+            out=out,
+            lse=lse,
+            key_mask=key_mask,
+        )
 
 
 def _end(pid: int, in_flight: _InFlight) -> None:
@@ -218,5 +259,10 @@ def _end(pid: int, in_flight: _InFlight) -> None:
         return
     for job in in_flight.begun:
         job.cancel()
-    if in_flight.taken is not None:
-        in_flight.taken.synchronize()
+    _wait_for_taker(in_flight)
+
+
+def _wait_for_taker(in_flight: _InFlight) -> None:
+    taker, in_flight.taker = in_flight.taker, None
+    if taker is not None:
+        taker.record().synchronize()

@@ -18,6 +18,8 @@ from sparsekv.regions.host_buffer import buffer_mapping, buffer_on
 from sparsekv.regions.memory import Mapping
 from sparsekv.regions.pool import Lease
 
+NUM_FLAGS = 64
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,6 +38,10 @@ class Registrar:
         """The longest that one registration took; no kernel can be launched meanwhile."""
         self.is_refused = False
         """Whether the system refused a single segment: no more is asked for until `retry`."""
+        self.flags: Tensor | None = None
+        """(2, NUM_FLAGS) int32 of registered memory: those of the CPU's jobs, and those of
+        evictions; None: nobody has made them.
+        """
         self._refused_bytes: int | None = None
         self._buffers: list[Mapping] = []
         self._has_warned = False
@@ -82,6 +88,12 @@ class Registrar:
         except BaseException:
             mapping.unmap()
             raise
+
+    def make_flags(self) -> Tensor | None:
+        """The flags; None as `buffer`."""
+        if self.flags is None:
+            self.flags = self.buffer((2, NUM_FLAGS), torch.int32)
+        return self.flags
 
     def give_up(self, error: RegistrationRefused) -> None:
         """Ask for no more segments from here on, and say so once."""

@@ -22,8 +22,10 @@ from sparsekv.kernels.cpu.jobs import (
     Job,
     JobStatus,
     cancel_jobs,
+    submit_copy,
     submit_partial_attention,
 )
+from sparsekv.kernels.cpu.prepared_job import PreparedAttentionJob
 
 HANG = 60.0  # seconds; nothing here takes a hundredth of it
 POISON = -7.0
@@ -488,3 +490,86 @@ def test_wrong_flags_are_refused() -> None:
     for index in (-1, 2):
         with pytest.raises(LayoutError, match="must be one of them"):
             Flag(torch.zeros(2, dtype=torch.int32), index)
+
+
+# Prepared
+
+
+def test_several_sets_of_keys_are_one_job() -> None:
+    cases = [make_case(seed=seed, segments=1 + seed) for seed in range(3)]
+    query, row_table = CASE["query"].clone(), torch.tensor([[1, 0]])
+    out, lse = torch.full((3, 2, 4, 1, 16), POISON), torch.full((3, 2, 4, 1), POISON)
+    parts = [(case["key"], case["value"], case["positions"], None) for case in cases]
+    parts[0] = (*parts[0][:3], row_table)
+    prepared = PreparedAttentionJob(query, parts, 0.25, out=out, lse=lse)
+    words = Words(4)
+    for turn, query_start in enumerate((40, 5, 0)):  # ever fewer keys are seen
+        query.copy_(torch.randn(query.shape))
+        job = prepared.submit(query_start, (words.flag(0), turn), (words.done(turn), 5))
+        words.flag(0).set(turn)
+        job.wait(HANG)
+        assert words.done(turn).value == 5
+        for i, case in enumerate(cases):
+            usual = case | {"query": query, "query_start": query_start}
+            table = row_table if i == 0 else None
+            assert_equal((out[i], lse[i]), cpu.partial_attention(**usual, row_table=table))
+
+
+def test_a_job_that_is_not_done_leaves_nan() -> None:
+    key, value, positions = (CASE[name] for name in ("key", "value", "positions"))
+    out, lse = torch.full((1, 2, 4, 1, 16), POISON), torch.full((1, 2, 4, 1), POISON)
+    around = torch.cat((lse.flatten(), torch.full((1,), POISON)))
+    lse = around[:-1].view(lse.shape)
+    prepared = PreparedAttentionJob(
+        CASE["query"], [(key, value, positions, None)], 0.25, out=out, lse=lse
+    )
+    words = Words(1)
+    job = prepared.submit(18, (words.flag(0), 1), (words.done(0), 5))
+    assert not lse.isnan().any()
+    job.cancel()
+    assert words.done(0).value == 5
+    assert lse.isnan().all()
+    assert around[-1] == POISON
+    assert (out == POISON).all()
+    words.flag(0).set(1)
+    prepared.submit(18, (words.flag(0), 1), (words.done(0), 6)).wait(HANG)
+    assert_equal((out[0], lse[0]), cpu.partial_attention(**CASE))
+
+
+def test_what_cannot_be_prepared_is_refused() -> None:
+    part = (CASE["key"], CASE["value"], CASE["positions"], None)
+    out, lse = torch.zeros(1, 2, 4, 1, 16), torch.zeros(1, 2, 4, 1)
+    for parts, room in (([], out), ([part] * 2, out), ([part], out[..., :8]), ([part], out.half())):
+        with pytest.raises(LayoutError, match="out"):
+            PreparedAttentionJob(CASE["query"], parts, 0.25, out=room, lse=lse)
+    with pytest.raises(LayoutError, match="reads it in place"):
+        PreparedAttentionJob(CASE["query"].half(), [part], 0.25, out=out, lse=lse)
+    words, row_table = Words(1), torch.tensor([[0, 0], [0, 2]])
+    prepared = PreparedAttentionJob(
+        CASE["query"],
+        [part, (*part[:3], row_table)],
+        0.25,
+        out=out.repeat(2, 1, 1, 1, 1),
+        lse=lse.repeat(2, 1, 1, 1),
+    )
+    with pytest.raises(LayoutError, match="names a physical row that does not exist"):
+        prepared.submit(18, (words.flag(0), 0), (words.done(0), 5))
+    assert words.done(0).value == 0
+
+
+@every_size
+def test_a_segment_is_copied_once_its_flag_is_set(num_threads: int) -> None:
+    library.set_num_threads(num_threads)
+    memory = torch.full((3, 4, 66, 40), POISON)
+    out, words = memory[:, 1:3, :65, 4:36], Words(1)
+    source = torch.zeros(3, 2, 65, 32)
+    job = submit_copy(source, out, wait=(words.flag(0), 1))
+    source.copy_(torch.randn(source.shape))
+    assert (memory == POISON).all()
+    words.flag(0).set(1)
+    (copied,) = job.wait(HANG)
+    assert copied is out
+    assert torch.equal(out, source)
+    assert (memory == POISON).sum() == memory.numel() - out.numel()
+    with pytest.raises(LayoutError, match="must be equal"):
+        submit_copy(source, out[:2])

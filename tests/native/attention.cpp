@@ -81,7 +81,7 @@ void as_a_job_equals_at_once(const char* isa, int32_t dtype) {
   for (int n = 0; n < 4; n++) {
     call = given.into(got[n]);
     const sparsekv_signal signal = words[n].signal();
-    CHECK(sparsekv_submit_partial_attention(&call, &signal, &jobs[n]) == SPARSEKV_OK);
+    CHECK(sparsekv_submit_partial_attention(&call, 1, &signal, &jobs[n]) == SPARSEKV_OK);
     std::memset(&call, 0xff, sizeof call);  // the library has its own copy
   }
   CHECK(sparsekv_job_cancel(jobs[3]) == SPARSEKV_OK);

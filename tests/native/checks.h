@@ -23,7 +23,7 @@ struct Words {
   int32_t status = -1;
 
   sparsekv_signal signal(uint32_t wait_value = 1, uint32_t done_value = 1) {
-    return {&wait, &done, &status, wait_value, done_value};
+    return {&wait, &done, &status, nullptr, 0, wait_value, done_value};
   }
   void set(uint32_t value = 1) { sparsekv_store_flag(&wait, value); }
   // Returns the status, which precedes the flag.
