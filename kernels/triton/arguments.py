@@ -132,7 +132,8 @@ def kernel_arguments(
         "BLOCK_SIZE": 0 if blocks is None else blocks.block_size,
         "IS_SHARED": config.is_shared(key, value),
         "IS_ALIGNED": is_aligned,
-        "IS_ONE_SEGMENT": num_segments == 1,
+        # Of no use to others: the first segment of many shall not be compiled for itself.
+        "IS_ONE_SEGMENT": is_hiding and num_segments == 1,
         "IS_ONE_QUERY": num_queries == 1,
         "IS_EXACT": config.is_exact(num_queries, value.dtype, tiling),
         "IS_HIDING": is_hiding,

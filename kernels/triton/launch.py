@@ -53,10 +53,10 @@ class Launch:
         """Change a number."""
         self._kept[place] = self._handed[place] = number
 
-    def point(self, place: int, tensor: Tensor) -> None:
-        """Change a tensor, of the same dtype and alignment."""
+    def point(self, place: int, tensor: Tensor | tuple[Tensor, ...]) -> None:
+        """Change a tensor, or a tuple of them, to one of the same dtype and alignment."""
         self._kept[place] = tensor
-        self._handed[place] = tensor.data_ptr()
+        self._handed[place] = _handed(tensor)
 
     def __call__(self, width: int, height: int = 1) -> None:
         """Launch so many programs, on the current stream of the device."""

@@ -73,7 +73,8 @@ def merge_partials(
 
 
 class PreparedMerge:
-    """Calls of `merge_partials` with the same tensors, of which only the contents change.
+    """Calls of `merge_partials` with the same tensors, of which only the contents change, and with
+    more parts end to end, of which there may be any number.
 
     Checked and compiled once; a launch takes a few microseconds of Python.
     """
@@ -85,28 +86,47 @@ class PreparedMerge:
         *,
         out: Tensor,
         lse: Tensor,
+        others: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Compile; nothing is launched. Arguments as there: contiguous, at most 8 parts.
+
+        Args:
+            others: (num_others, *shape of out) and (num_others, *shape of lse), of out's dtype and
+                float32: more parts, on the device or in registered host memory. None: no more.
 
         Raises:
             LayoutError: a rule is broken.
         """
         check_home("out", out)
-        _check_parts(parts, attn_sink, out)
+        in_rows = [] if others is None else list(zip(*others, strict=True))
+        _check_parts([*parts, *in_rows], attn_sink, out)
         check_result("lse", lse, tuple(out.shape[:-1]), torch.float32)
-        tensors = [tensor for part in parts for tensor in part] + [out]
+        tensors = [tensor for part in (*parts, others or ()) for tensor in part] + [out]
         if not 0 < len(parts) <= MAX_PARTS or not all(t.is_contiguous() for t in tensors):
             raise LayoutError(
                 f"{len(parts)} parts: must be 1 to {MAX_PARTS}, contiguous as `out` is; merge in "
                 "several steps"
             )
         outs, lses = zip(*parts, strict=True)
-        arguments = merge_arguments(outs, lses, None, None, 0, attn_sink, out, lse)
-        self._launch = Launch(merge_kernel, *arguments, out.device)
+        split_out, split_lse = (None, None) if others is None else others
+        arguments = merge_arguments(
+            outs, lses, split_out, split_lse, len(in_rows), attn_sink, out, lse
+        )
+        self._launch = launch = Launch(merge_kernel, *arguments, out.device)
         self._width = lse.numel()
+        self._outs = outs
+        self._outs_at, self._out_at = launch.place("part_outs"), launch.place("out_ptr")
 
-    def __call__(self) -> None:
-        """Launch, on the current stream of the device."""
+    def __call__(self, out: Tensor | None = None) -> None:
+        """Launch, on the current stream of the device.
+
+        Args:
+            out: the first part's, and takes the result; None: those that were prepared with. Like
+                them.
+        """
+        if out is not None:
+            self._launch.point(self._outs_at, (out, *self._outs[1:]))
+            self._launch.point(self._out_at, out)
         self._launch(self._width)
 
 

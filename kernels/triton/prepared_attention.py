@@ -51,7 +51,7 @@ class PreparedAttention:
             query: as those to come: their shape, strides and dtype.
             key, value, softmax_scale: as `partial_attention` has them, where the first call finds
                 them. A window is given whole, filled or not.
-            out, lse: take the results, as in `partial_attention`.
+            out, lse: take the results, as in `partial_attention`, where a call gives no other out.
             workspace: as there, of `workspace_numel` numbers; needed where these are any.
             positions: on the query's device, and read there at each step. None: all keys stand
                 before the query or at it.
@@ -88,6 +88,7 @@ class PreparedAttention:
         self._block_n = tiling.block_n
         self._width = num_row_programs(query, key, tiling)
         self._results = out, lse
+        self._is_carried = is_carried
         self._parts: tuple[Tensor, Tensor] | None = None
         if self._max_splits > 1:
             self._parts = cut_workspace(workspace, self._max_splits, out, lse)
@@ -123,12 +124,15 @@ class PreparedAttention:
             merged = merge_arguments((), (), *self._parts, 2, None, out, lse)
             self._merge = Launch(merge_kernel, *merged, query.device)
             self._num_splits_at = self._merge.place("num_splits")
+            self._merged_at = self._merge.place("out_ptr")
         self._at = {
             name: self._whole.place(name)
             for name in (
                 "query_ptr",
                 "key_ptr",
                 "value_ptr",
+                "out_ptr",
+                "carried_out_ptr",
                 "query_start",
                 "tokens",
                 "num_keys",
@@ -147,9 +151,10 @@ class PreparedAttention:
             LayoutError: they differ in something else; prepare anew.
         """
         alike = _key_kind(key) == self._key_kind and _key_kind(value) == self._value_kind
-        one, now_one = self._num_segments == 1, key.shape[0] == 1
-        alike = alike and one == now_one and key.shape[0] == value.shape[0]
-        alike = alike and (key.shape[0] == self._num_segments or not self._keeps_segments)
+        if key.shape[0] != self._num_segments:
+            one = 1 in (key.shape[0], self._num_segments) and self._tokens % self._block_n
+            alike = alike and not one and not self._keeps_segments
+        alike = alike and key.shape[0] == value.shape[0]
         if not alike or key.shape[3] != self._tokens or value.shape[3] != self._tokens:
             raise LayoutError(
                 f"key {tuple(key.shape)} with strides {key.stride()}, value {tuple(value.shape)} "
@@ -163,13 +168,20 @@ class PreparedAttention:
             launch.point(self._at["key_ptr"], key)
             launch.point(self._at["value_ptr"], value)
 
-    def __call__(self, query: Tensor, query_start: int, num_tokens: int | None = None) -> None:
+    def __call__(
+        self,
+        query: Tensor,
+        query_start: int,
+        num_tokens: int | None = None,
+        out: Tensor | None = None,
+    ) -> None:
         """Launch, on the current stream of the query's device.
 
         Args:
             query: like the one that was prepared with.
             query_start: position of its first token.
             num_tokens: tokens of the window that are filled, where there is one segment; None: all.
+            out: takes the result, and holds what is carried; like the one that was prepared with.
 
         Raises:
             LayoutError: another query, or more tokens than there are.
@@ -197,9 +209,15 @@ class PreparedAttention:
         launch.put(at["tokens"], tokens)
         launch.put(at["num_keys"], num_keys)
         launch.put(at["tiles_per_split"], tiles_per_split)
+        out = self._results[0] if out is None else out
+        if splits == 1:
+            launch.point(at["out_ptr"], out)
+        if self._is_carried:
+            launch.point(at["carried_out_ptr"], out)
         launch(self._width, splits)
         if splits > 1 and self._merge is not None:
             self._merge.put(self._num_splits_at, splits)
+            self._merge.point(self._merged_at, out)
             self._merge(self._results[1].numel())
 
 

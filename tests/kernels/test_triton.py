@@ -239,6 +239,18 @@ def test_a_merge_in_place_is_the_merge() -> None:
     torch.testing.assert_close(lse, want[1])
 
 
+@pytest.mark.parametrize("count", [2, 20])
+def test_parts_end_to_end_are_merged_with_one(count: int) -> None:
+    parts = corner_parts() + random_parts(count)
+    want = reference.merge_partials(parts)
+    out, lse = parts[0]
+    outs, lses = zip(*parts[1:], strict=True)
+    others = torch.stack(outs), torch.stack(lses)
+    InterpretedOp("PreparedMerge")([(out, lse)], out=out, lse=lse, others=others)
+    torch.testing.assert_close(out, want[0], equal_nan=True)
+    torch.testing.assert_close(lse, want[1], equal_nan=True)
+
+
 # Append
 
 

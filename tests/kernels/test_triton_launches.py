@@ -53,6 +53,10 @@ class _Recorder:
         )
 
 
+_RECORDER = _Recorder()
+"""The only one: Triton keeps what it has compiled, and the way to launch it with that."""
+
+
 def _plain(argument: Any) -> Any:
     if isinstance(argument, tuple):
         return tuple(_plain(item) for item in argument)
@@ -64,9 +68,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(memory, "IS_INTERPRETED", True)  # tensors of the CPU will do
     monkeypatch.setattr(config, "shared_memory_bytes", lambda device: SHARED_BYTES[90])
     monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda _: SHARED_BYTES[90])
-    recorder = _Recorder()
-    monkeypatch.setattr(driver, "_active", recorder)
-    return recorder.launches
+    monkeypatch.setattr(driver, "_active", _RECORDER)
+    _RECORDER.launches.clear()
+    return _RECORDER.launches
 
 
 def room(case: Case) -> dict[str, Tensor]:
@@ -92,8 +96,13 @@ def test_attention_is_launched_as_triton_would(
         positions = torch.zeros(1, dtype=torch.int64)
         prepared(query, query_start, tokens)
         ops.partial_attention(query, key, value, positions, 0.3, query_start=query_start, **given)
-        by_plan, usual = launches
-        assert by_plan == usual
+        elsewhere = given | {"out": torch.zeros_like(given["out"])}
+        prepared(query, query_start, tokens, elsewhere["out"])
+        ops.partial_attention(
+            query, key, value, positions, 0.3, query_start=query_start, **elsewhere
+        )
+        assert launches[0] == launches[1]
+        assert launches[2] == launches[3] != launches[0]
         launches.clear()
 
 
@@ -102,7 +111,7 @@ def test_long_keys_are_split_and_merged(launches: list[tuple[Any, ...]]) -> None
     given = room(case)
     prepared = ops.PreparedAttention(case.query, case.key[:3], case.value[:3], 0.3, **given)
     sizes = []
-    for count in (3, 16, 8):
+    for count in (3, 16, 8, 1):
         key, value = case.key[:count], case.value[:count]
         positions = torch.arange(count) * 64
         prepared.attend_to(key, value)
@@ -116,7 +125,7 @@ def test_long_keys_are_split_and_merged(launches: list[tuple[Any, ...]]) -> None
             apart = {i for i, item in enumerate(its[5]) if ours[5][i] != item}
             assert apart <= ({LSE_OF_PARTS[len(its[5])]} if len(usual) == 2 else set())
         launches.clear()
-    assert sizes == [[1], [4, 1], [2, 1]]
+    assert sizes == [[1], [4, 1], [2, 1], [1]]
 
 
 def test_appends_and_merges_are_launched_as_triton_would(launches: list[tuple[Any, ...]]) -> None:
@@ -134,9 +143,12 @@ def test_appends_and_merges_are_launched_as_triton_would(launches: list[tuple[An
     parts = [(torch.zeros(2, 8, 1, 64), torch.zeros(2, 8, 1)) for _ in range(3)]
     sink = torch.zeros(8)
     out, lse = parts[0]
-    ops.PreparedMerge(parts, sink, out=out, lse=lse)()
-    ops.merge_partials(parts, sink, out=out, lse=lse)
-    assert launches[0] == launches[1]
+    prepared = ops.PreparedMerge(parts, sink, out=out, lse=lse)
+    for into in (out, torch.zeros_like(out)):
+        prepared(into)
+        ops.merge_partials([(into, lse), *parts[1:]], sink, out=into, lse=lse)
+        assert launches[0] == launches[1]
+        launches.clear()
 
 
 def test_what_was_not_prepared_for_is_refused(launches: list[tuple[Any, ...]]) -> None:
@@ -148,7 +160,7 @@ def test_what_was_not_prepared_for_is_refused(launches: list[tuple[Any, ...]]) -
             prepared(query, 127)
     with pytest.raises(LayoutError, match="num_tokens=63"):
         prepared(case.query, 127, 63)
-    for key in (case.key[:1], case.key.clone(), case.key[:, :, :, :32]):
+    for key in (case.key.clone(), case.key[:, :, :, :32]):
         with pytest.raises(LayoutError, match="prepared for others; prepare anew"):
             prepared.attend_to(key, key)
     with pytest.raises(LayoutError, match="without positions"):

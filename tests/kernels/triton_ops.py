@@ -137,7 +137,8 @@ def _interpret() -> None:
 
 
 def _call(name: str, tensors: Any, options: Any) -> Any:
-    return getattr(importlib.import_module("sparsekv.kernels.triton"), name)(*tensors, **options)
+    made = getattr(importlib.import_module("sparsekv.kernels.triton"), name)(*tensors, **options)
+    return made() if name.startswith("Prepared") else made  # writes in place
 
 
 TRITON_OPS = [
