@@ -37,6 +37,7 @@ from sparsekv.format import (
     SegmentPlace,
 )
 from sparsekv.regions import (
+    LayerParts,
     LayerStore,
     Outbox,
     PingPong,
@@ -59,7 +60,7 @@ class Companion(Protocol):
     """Somebody who reads the regions while the caller goes on."""
 
     def synchronize(self) -> None:
-        """Return when nothing is read any more."""
+        """Return when nothing is read any more; nothing of the regions is held afterwards."""
 
 
 class InplaceKVCache:
@@ -106,6 +107,9 @@ class InplaceKVCache:
         self._placement, self._windows, self._layers = Placement(batch_size), windows, layers
         self.router.error = 0.0
         self._reserved_tokens = 0
+        self._fitting_tokens = 0
+        """For which all layers are known to find memory."""
+        self._fits_ahead: tuple[Pace, bool] | None = None
         self._retry_registering()
 
     def _retry_registering(self) -> None:
@@ -193,6 +197,20 @@ class InplaceKVCache:
             value = key[..., : self.spec.geometry.value_dim] if stored is None else stored
             parts.append(KVView(key[None], value[None], torch.tensor([start + progress.fill])))
         return LayerViews(window=tuple(parts), unpinned=unpinned, pinned=pinned)
+
+    def parts(self, layer_idx: int) -> LayerParts | None:
+        """The layer's regions, each whole; None while tokens wait that overflow the window. Valid
+        as `views` are.
+        """
+        layer = self._layer(layer_idx)
+        layer.settle()
+        progress = layer.progress
+        if progress.pending is not None:
+            return None
+        unpinned, pinned = layer.host_views(self._placement)
+        return LayerParts(
+            self._windows[layer_idx], progress.fill, layer.num_tokens, unpinned, pinned
+        )
 
     def pinned_ahead(self, layer_idx: int) -> tuple[tuple[KVView, ...], Event | None]:
         """The pinned views of a layer, before `views` is asked for them, and the event after which
@@ -287,7 +305,7 @@ class InplaceKVCache:
         progress = layer.progress
         if progress.fill + key.shape[2] <= self.spec.window_size:
             self._windows[layer_idx].write(progress.fill, key, value)
-            layer.progress = replace(progress, fill=progress.fill + key.shape[2])
+            layer.progress = Progress(progress.num_segments, progress.fill + key.shape[2])
         else:
             layer.progress = replace(progress, pending=(key, value))
 
@@ -394,15 +412,15 @@ class InplaceKVCache:
             return
         fill, num_rows, stack = layer.progress.fill, self.batch_size, layer.pinned
         is_reserved = layer.num_tokens <= self._reserved_tokens
-        pace, now = layer.pace, (layer.progress.num_segments, num_rows, is_reserved)
-        if pace is None or (pace.num_segments, pace.num_rows, pace.is_reserved) != now:
+        pace = layer.pace
+        if pace is None or not pace.is_of(layer.progress.num_segments, num_rows, is_reserved):
             layer.pace = pace = self._new_pace(layer, is_reserved)
         if not pace.needed:
             return
         due = pace.num_due(fill, self.spec.window_size, layer_idx, len(self._layers))
         if not due or stack.room(num_rows) >= due:
             return
-        if stack.bytes_to_commit(pace.wanted, num_rows) > available_bytes():
+        if not self._fits(pace):
             return  # placing them will say so
         try:
             stack.prepare_chunk(pace.wanted, num_rows)
@@ -411,6 +429,18 @@ class InplaceKVCache:
             release(self._layers)
         except CapacityError:
             return  # no addresses: likewise
+
+    def _fits(self, pace: Pace) -> bool:
+        """Whether memory holds what the layers want to register while their windows fill: asked by
+        the first of them.
+        """
+        known = self._fits_ahead
+        if known is None or known[0] != pace:
+            wanted = (
+                layer.pinned.bytes_to_commit(pace.wanted, pace.num_rows) for layer in self._layers
+            )
+            self._fits_ahead = known = (pace, sum(wanted) <= available_bytes())
+        return known[1]
 
     def _new_pace(self, layer: LayerStore, is_reserved: bool) -> Pace:
         """What to register while this layer's window fills: nothing if it is not expected to."""
@@ -564,6 +594,7 @@ class InplaceKVCache:
 
     def settle(self) -> None:
         """Return when host memory is not written or read any more by what was begun before."""
+        self._fitting_tokens = 0  # the regions may be about to change
         self._outbox.synchronize()
         self.ping_pong.synchronize()
         if self.companion is not None:
@@ -687,15 +718,20 @@ class InplaceKVCache:
             raise CapacityError(self._over_max_message(num_tokens))
         num_unplaced = num_tokens - layer.progress.num_segments * spec.segment_tokens
         num_new = num_unplaced // spec.window_size * spec.segments_per_window
-        if num_new:
+        if num_new and num_tokens > self._fitting_tokens:
             # Where each goes is not decided yet: what both stacks have committed already counts for
             # one of them.
             committing = max(
                 stack.bytes_to_commit(num_new, self.batch_size) for stack in layer.stacks.values()
             )
-            self._check_memory(
-                committing, f"{new_tokens} more tokens x {self.batch_size} sequences"
-            )
+            # To ask takes a millisecond: in the steps in which windows are full, one layer asks for
+            # all.
+            if committing * len(self._layers) <= available_bytes():
+                self._fitting_tokens = num_tokens
+            else:
+                self._check_memory(
+                    committing, f"{new_tokens} more tokens x {self.batch_size} sequences"
+                )
 
     def _check_memory(self, num_bytes: int, what: str) -> None:
         if num_bytes <= 0 or num_bytes - self._pool.idle_bytes() <= available_bytes():

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Modules that are one unit with another: saving and loading is half of the cache.
 PART_OF = {"archive": "cache"}
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
-MAY_CALL_KERNELS = {"attention", "selection", "transfer", "csa"}
+MAY_CALL_KERNELS = {"regions", "attention", "selection", "transfer", "csa"}
 KERNELS_MAY_IMPORT = {"torch", "triton", "tilelang"} | set(sys.stdlib_module_names)
 
 

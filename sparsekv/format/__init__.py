@@ -6,7 +6,7 @@ from sparsekv.format.geometry import KVGeometry
 from sparsekv.format.partition import Footprint, PartitionSpec
 from sparsekv.format.placement import Placement, RegionName, SegmentPlace
 from sparsekv.format.statistics import CacheStats, RegionStats
-from sparsekv.format.views import KVView, LayerViews
+from sparsekv.format.views import KVView, LayerViews, joined
 
 __all__ = [
     "CacheStats",
@@ -19,4 +19,5 @@ __all__ = [
     "RegionName",
     "RegionStats",
     "SegmentPlace",
+    "joined",
 ]

@@ -34,6 +34,7 @@ class Placement:
         self.batch_size = batch_size
         self.places: list[SegmentPlace] = []
         self._rows: list[Tensor | None] = []
+        self._found: tuple[int, dict[str, list[int]]] = (0, {})
 
     def __len__(self) -> int:
         return len(self.places)
@@ -48,6 +49,7 @@ class Placement:
         """Forget every segment from `num_segments` on."""
         del self.places[num_segments:]
         del self._rows[num_segments:]
+        self._found = (0, {})
 
     def select_rows(self, indices: Tensor) -> Placement:
         """A table in which logical row b is what logical row `indices[b]` was; no byte moves.
@@ -67,6 +69,16 @@ class Placement:
                 made[id(rows)] = chosen if rows is None else rows[chosen]
             other._rows.append(made[id(rows)])
         return other
+
+    def segments_in(self, region: str, num_segments: int) -> list[int]:
+        """Which of the first `num_segments` are in a region: found once for all layers."""
+        known, found = self._found
+        if known != num_segments:
+            found = {"unpinned": [], "pinned": []}
+            for i, place in enumerate(self.places[:num_segments]):
+                found[place.region].append(i)
+            self._found = (num_segments, found)
+        return found.get(region, [])
 
     def rows_of(self, segment_idx: int) -> Tensor | None:
         """(batch,) int64, logical row -> physical row of this segment; None: identity."""

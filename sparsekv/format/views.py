@@ -6,6 +6,7 @@ Letters: N segments, R physical rows, B batch (logical rows), H kv heads, W toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,41 @@ class KVView:
         if self.key.device == device:
             return self
         return KVView(self.key.to(device), self.value.to(device), self.positions, self.row_table)
+
+
+def joined(views: Sequence[KVView]) -> tuple[KVView, ...]:
+    """The same slots in fewer views: those that follow one another in one piece of memory become
+    one. For readers that need not stop where a registration ends.
+    """
+    found: list[KVView] = []
+    for view in views:
+        if found and _follows(view, found[-1]):
+            view = _and(found.pop(), view)
+        found.append(view)
+    return tuple(found)
+
+
+def _follows(view: KVView, last: KVView) -> bool:
+    """Whether the slots of `view` stand right after those of `last`."""
+    stride = last.key.stride(0)
+    end = last.key.storage_offset() + last.key.shape[0] * stride
+    return (
+        view.row_table is None
+        and last.row_table is None
+        and view.key.storage_offset() == end
+        and view.key.untyped_storage().data_ptr() == last.key.untyped_storage().data_ptr()
+        and view.key.stride() == last.key.stride()
+        and view.key.shape[1:] == last.key.shape[1:]
+    )
+
+
+def _and(first: KVView, second: KVView) -> KVView:
+    count = first.key.shape[0] + second.key.shape[0]
+    key, value = (
+        tensor.as_strided((count, *tensor.shape[1:]), tensor.stride())
+        for tensor in (first.key, first.value)
+    )
+    return KVView(key, value, torch.cat((first.positions, second.positions)))
 
 
 @dataclass(frozen=True, slots=True)

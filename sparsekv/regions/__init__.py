@@ -3,7 +3,7 @@ memory; and the way between them.
 """
 
 from sparsekv.regions.eviction import evict
-from sparsekv.regions.layer import LayerStore, Progress
+from sparsekv.regions.layer import LayerParts, LayerStore, Progress
 from sparsekv.regions.outbox import Outbox
 from sparsekv.regions.ping_pong import PingPong
 from sparsekv.regions.pinned import PinnedStack
@@ -13,6 +13,7 @@ from sparsekv.regions.stack import SegmentStack
 from sparsekv.regions.window import Window
 
 __all__ = [
+    "LayerParts",
     "LayerStore",
     "Outbox",
     "PingPong",

@@ -13,6 +13,7 @@ from sparsekv.regions.pinned import PinnedStack
 from sparsekv.regions.pool import RegionPool
 from sparsekv.regions.registration import Registrar
 from sparsekv.regions.stack import SegmentStack
+from sparsekv.regions.window import Window
 
 HostViews = tuple[tuple[KVView, ...], tuple[KVView, ...]]
 """Of the unpinned stack, and of the pinned one."""
@@ -42,6 +43,30 @@ class Progress:
         return key.narrow(2, start, length), value
 
 
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What one layer holds, each region whole."""
+
+    window: Window
+    num_in_window: int
+    """Tokens of it that are filled."""
+    num_tokens: int
+    """Of a sequence, in all regions."""
+    unpinned: tuple[KVView, ...]
+    pinned: tuple[KVView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """Views, and all that they depend on."""
+
+    placement: Placement
+    num_segments: int
+    counts: tuple[int, int]
+    """Segments of each stack."""
+    views: HostViews
+
+
 class LayerStore:
     """The host regions of one layer, and how far it has got."""
 
@@ -58,7 +83,7 @@ class LayerStore:
         """What is registered ahead while the present window fills; the cache decides."""
         self.arrival: Arrival | None = None
         """When the segments placed last will lie in their slots; None: all do."""
-        self._shown: tuple[Placement, int, HostViews] | None = None
+        self._shown: _Shown | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -78,17 +103,27 @@ class LayerStore:
             self.arrival = None
 
     def host_views(self, placement: Placement) -> HostViews:
-        """Zero-copy views of both stacks, made again only when something has changed."""
-        num_segments = self.progress.num_segments
-        shown = self._shown
-        if shown is None or shown[0] is not placement or shown[1] != num_segments:
-            views = (self._views("unpinned", placement), self._views("pinned", placement))
-            self._shown = shown = (placement, num_segments, views)
-        return shown[2]
+        """Zero-copy views of both stacks; those of a stack are made again only when something of it
+        has changed.
+        """
+        num_segments, shown = self.progress.num_segments, self._shown
+        if shown is not None and shown.placement is not placement:
+            shown = None
+        if shown is not None and shown.num_segments == num_segments:
+            return shown.views
+        found = [placement.segments_in(name, num_segments) for name in ("unpinned", "pinned")]
+        counts = len(found[0]), len(found[1])
+        unpinned, pinned = (None, None) if shown is None else shown.views
+        if shown is None or counts[0] != shown.counts[0]:
+            unpinned = self._views("unpinned", found[0], placement)
+        if shown is None or counts[1] != shown.counts[1]:
+            pinned = self._views("pinned", found[1], placement)
+        assert unpinned is not None
+        assert pinned is not None
+        self._shown = _Shown(placement, num_segments, counts, (unpinned, pinned))
+        return self._shown.views
 
-    def _views(self, region: str, placement: Placement) -> tuple[KVView, ...]:
-        placed = enumerate(placement.places[: self.progress.num_segments])
-        segments = [i for i, place in placed if place.region == region]
+    def _views(self, region: str, segments: list[int], placement: Placement) -> tuple[KVView, ...]:
         positions = [i * self._segment_size for i in segments]
         return self.stacks[region].views(positions, [placement.rows_of(i) for i in segments])
 
@@ -99,8 +134,9 @@ class LayerStore:
         return self.stacks[region].segment(slot)
 
     def trim(self, placement: Placement) -> None:
-        """Cut the stacks to the segments that the layer has placed; forget the views."""
-        self._shown = None
-        placed = placement.places[: self.progress.num_segments]
+        """Cut the stacks to the segments that the layer has placed; forget the views of more."""
         for name, stack in self.stacks.items():
-            stack.truncate(sum(place.region == name for place in placed))
+            count = len(placement.segments_in(name, self.progress.num_segments))
+            if count < len(stack):
+                self._shown = None
+                stack.truncate(count)

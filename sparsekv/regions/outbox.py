@@ -1,8 +1,9 @@
 """The way of evicted windows from the accelerator to their slots, beside the computation.
 
 What goes to registered slots is copied there. What goes to others passes a ring of registered
-buffers, from which the host puts it in place; where the system registers none, the caller waits for
-its copy. Copies only.
+buffers, from which the native library's threads put it in place once steps have made flags, and a
+thread of Python's before and without it; where the system registers none, the caller waits for its
+copy. Copies only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from functools import partial
 from torch import Tensor
 
 from sparsekv.device import Event
+from sparsekv.errors import SparseKVError
 from sparsekv.format import PartitionSpec
+from sparsekv.kernels.dispatch import Flag, Job, copy_jobs
 from sparsekv.regions.registration import Registrar
 from sparsekv.regions.window import Window, window_shape
 
@@ -28,13 +31,35 @@ class Arrival:
 
     copied: Event
     """It has left the accelerator: registered slots are filled."""
-    placed: Event | None
-    """The host has put the rest in its slots; None: there was none."""
+    placed: tuple[Event, ...]
+    """The host has put the rest in its slots."""
 
     def synchronize(self) -> None:
         self.copied.synchronize()
-        if self.placed is not None:
-            self.placed.synchronize()
+        for placed in self.placed:
+            placed.synchronize()
+
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""Slots, and the registered memory that holds what goes there."""
+
+
+@dataclass(slots=True)
+class _Placing:
+    """Jobs that put in place what has left the accelerator at `copied`."""
+
+    copied: Event
+    jobs: list[tuple[Job, Pairs]]
+
+    def synchronize(self) -> None:
+        self.copied.synchronize()
+        while self.jobs:
+            job, pairs = self.jobs[-1]
+            try:
+                job.wait()
+            except SparseKVError:  # it has not begun, and never will
+                _put(pairs)
+            self.jobs.pop()
 
 
 @dataclass(slots=True)
@@ -42,6 +67,8 @@ class _Bounce:
     """Registered host memory of one window, and when it was emptied last."""
 
     elements: Tensor
+    index: int
+    """Of its flag, which is set to the turn in which it was filled."""
     emptied: Event | None = None
 
 
@@ -60,7 +87,6 @@ class Outbox:
         self._is_whole = False
         """Whether no more buffers are to be made for the ring."""
         self._turn = 0
-        self._placed: Event | None = None
 
     def is_ready(self, num_rows: int) -> bool:
         """Whether `prepare` has nothing to do."""
@@ -77,7 +103,7 @@ class Outbox:
         while most and not self._is_whole:
             most -= 1
             if (elements := self._registrar.buffer(shape, dtype)) is not None:
-                self._ring.append(_Bounce(elements))
+                self._ring.append(_Bounce(elements, len(self._ring)))
             self._is_whole = elements is None or len(self._ring) == _MOST_BOUNCES
 
     def retry(self) -> None:
@@ -113,7 +139,8 @@ class Outbox:
 
     def arrival(self) -> Arrival:
         """When everything sent so far is there."""
-        return Arrival(self.stream.record(), self._placed)
+        placed = (bounce.emptied for bounce in self._ring)
+        return Arrival(self.stream.record(), tuple(event for event in placed if event is not None))
 
     def synchronize(self) -> None:
         """Return when everything sent so far is there."""
@@ -125,14 +152,29 @@ class Outbox:
             for target, taken in others:
                 self.stream.copy_to_host(target, taken)
             return
-        pairs, first = [], 0
+        pairs: Pairs = []
+        first = 0
         for target, taken in others:
             passing = bounce.elements[first : first + len(taken)]
             first += len(taken)
             self.stream.copy_to_host(passing, taken)
             pairs.append((target, passing))
-        # The host works in order, so the last of its functions stands for all.
-        self._placed = bounce.emptied = self.stream.then(partial(_put, pairs))
+        bounce.emptied = self._place(bounce, pairs)
+
+    def _place(self, bounce: _Bounce, pairs: Pairs) -> Event:
+        """Have the host put in place what is on its way into `bounce`."""
+        submit, words = copy_jobs(), self._registrar.flags
+        if submit is None or words is None:
+            return self.stream.then(partial(_put, pairs))
+        flag = Flag(words[1], bounce.index)
+        jobs: list[tuple[Job, Pairs]] = []
+        for target, passing in pairs:
+            # Many tokens a head: the threads share them.
+            cut = passing.shape[1], self._spec.segment_tokens * passing.shape[2], -1
+            views = (tensor.view(len(passing), *cut) for tensor in (passing, target))
+            jobs.append((submit(*views, wait=(flag, self._turn)), [(target, passing)]))
+        self.stream.write_flag(flag.words[flag.index], self._turn)
+        return _Placing(self.stream.record(), jobs)
 
     def _next_bounce(self, window: Tensor) -> _Bounce | None:
         self.prepare(window.shape[1])
@@ -145,6 +187,6 @@ class Outbox:
         return bounce
 
 
-def _put(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _put(pairs: Pairs) -> None:
     for target, passing in pairs:
         target.copy_(passing)

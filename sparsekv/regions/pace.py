@@ -25,6 +25,11 @@ class Pace:
     wanted: int
     """Segments to have room for in the end, where registering more at once pays."""
 
+    def is_of(self, num_segments: int, num_rows: int, is_reserved: bool) -> bool:
+        """Whether it was made for such a window."""
+        now = (num_segments, num_rows, is_reserved)
+        return (self.num_segments, self.num_rows, self.is_reserved) == now
+
     def num_due(self, fill: int, window_size: int, layer_idx: int, num_layers: int) -> int:
         """Segments for which this layer should have room once its window holds `fill` tokens."""
         last = window_size - window_size // 8
