@@ -1,8 +1,16 @@
 """Attention over a cache that lies in several places: one partial result each, merged exactly."""
 
+from sparsekv.attention.decode import DecodeAttention
 from sparsekv.attention.host import HostAttention, HostCalls
 from sparsekv.attention.host_jobs import HostJobs
 from sparsekv.attention.merge import merge_partials
 from sparsekv.attention.split import split_attention
 
-__all__ = ["HostAttention", "HostCalls", "HostJobs", "merge_partials", "split_attention"]
+__all__ = [
+    "DecodeAttention",
+    "HostAttention",
+    "HostCalls",
+    "HostJobs",
+    "merge_partials",
+    "split_attention",
+]

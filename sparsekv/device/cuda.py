@@ -15,6 +15,18 @@ from sparsekv.errors import CacheStateError, CapacityError, LayoutError
 
 _MEMHOSTREGISTER_PORTABLE, _MEMHOSTREGISTER_DEVICEMAP = 1, 2
 _STREAM_WAIT_VALUE_GEQ, _STREAM_WRITE_VALUE_DEFAULT = 0, 0
+_ADDRESS, _SIZE, _WORD = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
+_ARGUMENTS = {
+    "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
+    "cuCtxPopCurrent_v2": (ctypes.c_void_p,),
+    "cuMemHostRegister_v2": (_ADDRESS, _SIZE, ctypes.c_uint),
+    "cuMemHostUnregister": (_ADDRESS,),
+    "cuMemcpyDtoHAsync_v2": (_ADDRESS, ctypes.c_uint64, _SIZE, ctypes.c_void_p),
+    "cuMemcpyHtoDAsync_v2": (ctypes.c_uint64, _ADDRESS, _SIZE, ctypes.c_void_p),
+    "cuStreamWaitValue32_v2": (ctypes.c_void_p, ctypes.c_uint64, _WORD, ctypes.c_uint),
+    "cuStreamWriteValue32_v2": (ctypes.c_void_p, ctypes.c_uint64, _WORD, ctypes.c_uint),
+}
+"""What the driver's functions take, so that plain numbers can be given."""
 
 
 class CudaAccelerator(Accelerator):
@@ -26,7 +38,10 @@ class CudaAccelerator(Accelerator):
         super().__init__(device)
         torch.cuda.init()
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._context = ctypes.c_void_p()
+        for name, types in _ARGUMENTS.items():
+            if hasattr(self._driver, name):
+                getattr(self._driver, name).argtypes = types
+        self._context, self._popped = ctypes.c_void_p(), ctypes.byref(ctypes.c_void_p())
         handle = ctypes.c_int()
         for name, *args in (
             ("cuDeviceGet", ctypes.byref(handle), device.index),
@@ -50,8 +65,8 @@ class CudaAccelerator(Accelerator):
     def register(self, address: int, num_bytes: int) -> None:
         status = self.call(
             "cuMemHostRegister_v2",
-            ctypes.c_void_p(address),
-            ctypes.c_size_t(num_bytes),
+            address,
+            num_bytes,
             _MEMHOSTREGISTER_PORTABLE | _MEMHOSTREGISTER_DEVICEMAP,
         )
         if status:
@@ -66,7 +81,7 @@ class CudaAccelerator(Accelerator):
         # Kernels may be reading there. At exit the driver may be gone, and the
         # registration with it.
         self.call("cuCtxSynchronize")
-        self.call("cuMemHostUnregister", ctypes.c_void_p(address))
+        self.call("cuMemHostUnregister", address)
 
     def call(self, name: str, *args: object) -> int:
         """Call the driver with this device's context, on whatever thread (a finalizer's, say).
@@ -80,7 +95,7 @@ class CudaAccelerator(Accelerator):
         try:
             return int(getattr(self._driver, name)(*args))
         finally:
-            self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+            self._driver.cuCtxPopCurrent_v2(self._popped)
 
 
 class CudaStream(Stream):
@@ -90,7 +105,7 @@ class CudaStream(Stream):
         super().__init__(accelerator)
         self._call = accelerator.call
         self._stream = stream
-        self._handle = ctypes.c_void_p(stream.cuda_stream)
+        self._handle = stream.cuda_stream
         self._host: ThreadPoolExecutor | None = None
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -132,8 +147,8 @@ class CudaStream(Stream):
         self._enqueue(
             "cuStreamWriteValue32_v2",
             self._handle,
-            ctypes.c_uint64(flag.data_ptr()),
-            ctypes.c_uint32(value),
+            flag.data_ptr(),
+            value % 2**32,
             _STREAM_WRITE_VALUE_DEFAULT,
         )
 
@@ -141,8 +156,8 @@ class CudaStream(Stream):
         self._enqueue(
             "cuStreamWaitValue32_v2",
             self._handle,
-            ctypes.c_uint64(flag.data_ptr()),
-            ctypes.c_uint32(value),
+            flag.data_ptr(),
+            value % 2**32,
             _STREAM_WAIT_VALUE_GEQ,
         )
 
@@ -177,9 +192,5 @@ class _HostEvent:
         self._future.result()
 
 
-def _copy_arguments(target: Tensor, source: Tensor) -> tuple[object, ...]:
-    return (
-        ctypes.c_uint64(target.data_ptr()),
-        ctypes.c_uint64(source.data_ptr()),
-        ctypes.c_size_t(source.numel() * source.element_size()),
-    )
+def _copy_arguments(target: Tensor, source: Tensor) -> tuple[int, int, int]:
+    return target.data_ptr(), source.data_ptr(), source.numel() * source.element_size()

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from sparsekv.attention import HostAttention, HostCalls, HostJobs, split_attention
+from sparsekv.attention import DecodeAttention, split_attention
 from sparsekv.attention.split import Load
 from sparsekv.cache import InplaceKVCache
 from sparsekv.format import KVView
@@ -40,17 +40,23 @@ def attend(
         LayoutError: the query does not match the cache.
         CapacityError: full segments found no memory; attention was computed, nothing is lost.
     """
-    views = cache.views(layer_idx)
+    companion = _companion_of(cache)
     is_in_place = reads_in_place(query, cache.spec.geometry.num_kv_heads, mask)
-    out, _ = split_attention(
-        query,
-        views,
-        softmax_scale,
-        key_mask=key_mask,
-        mask=mask,
-        load=partial(_as_they_lie, cache) if is_in_place else _streamed(cache, layer_idx),
-        host=_host_of(cache),
-    )
+    out = None
+    if is_in_place and key_mask is None and query.shape[2] == 1:
+        parts = cache.parts(layer_idx)
+        if parts is not None:
+            out = companion.attend(layer_idx, query, softmax_scale, parts)
+    if out is None:
+        out, _ = split_attention(
+            query,
+            cache.views(layer_idx),
+            softmax_scale,
+            key_mask=key_mask,
+            mask=mask,
+            load=partial(_as_they_lie, cache) if is_in_place else _streamed(cache, layer_idx),
+            host=companion.host,
+        )
     cache.flush(layer_idx)
     cache.register_ahead(layer_idx)
     return out
@@ -72,10 +78,10 @@ def _streamed(cache: InplaceKVCache, layer_idx: int) -> Load:
     return partial(stream, cache.ping_pong, upcoming=upcoming, after=after)
 
 
-def _host_of(cache: InplaceKVCache) -> HostAttention:
-    """What attends for this cache on the CPU; made at its first step, and its companion then."""
-    host = cache.companion
-    if not isinstance(host, (HostJobs, HostCalls)):
-        has_flags = cache.accelerator.has_flags
-        cache.companion = host = HostJobs(cache.registrar) if has_flags else HostCalls()
-    return host
+def _companion_of(cache: InplaceKVCache) -> DecodeAttention:
+    """Who attends for this cache; made at its first step."""
+    companion = cache.companion
+    if not isinstance(companion, DecodeAttention):
+        bytes_per_token = cache.spec.geometry.bytes_per_token_per_layer
+        cache.companion = companion = DecodeAttention(cache.registrar, bytes_per_token)
+    return companion

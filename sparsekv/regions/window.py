@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 from torch import Tensor
 
 from sparsekv.device import Accelerator, Stream
+from sparsekv.errors import LayoutError
 from sparsekv.format import PartitionSpec
+from sparsekv.kernels.dispatch import DecodeOps, decode_ops_for
 from sparsekv.regions.stack import split_elements
 
 
@@ -15,10 +20,14 @@ class Window:
     def __init__(self, accelerator: Accelerator, spec: PartitionSpec, batch_size: int) -> None:
         self._accelerator = accelerator
         self._reader: Stream | None = None
+        self._num_single = 0
+        self._ops: DecodeOps | None = None
+        self._append: Callable[..., None] | None = None
         self._segment_size = spec.segment_tokens
         self.elements = accelerator.empty(window_shape(spec, batch_size), spec.geometry.dtype)
         """(segments, rows, num_kv_heads, segment_size * elements)"""
         self.key, self.value = split_elements(self.elements, spec.geometry, spec.segment_tokens)
+        """(segments, rows, num_kv_heads, tokens, dim)"""
 
     def leave(self, stream: Stream) -> None:
         """Note that `stream` is about to read all of it: what is written next waits for that."""
@@ -30,6 +39,30 @@ class Window:
         """Put tokens (batch, num_kv_heads, tokens, dim) from token `start` on; None where V is part
         of K. On the caller's stream if None is given.
         """
+        if self._reader is not None or not self._can_launch(key, stream):
+            self._copy(start, key, value, stream)
+            return
+        if self._append is not None:
+            with suppress(LayoutError):  # of other strides or alignment than before
+                self._append(key, value, start)
+                return
+        assert self._ops is not None
+        into = None if value is None else self.value[0]
+        self._append = self._ops.PreparedAppend(key, value, self.key[0], into)
+        self._append(key, value, start)
+
+    def _can_launch(self, key: Tensor, stream: Stream | None) -> bool:
+        """Whether a launch that is prepared for single tokens is worth it: from the second one on,
+        as windows of beams see one only.
+        """
+        if stream is not None or key.shape[2] != 1 or len(self.key) != 1:
+            return False
+        self._num_single += 1
+        if self._num_single == 2:
+            self._ops = decode_ops_for(key.device)
+        return self._ops is not None
+
+    def _copy(self, start: int, key: Tensor, value: Tensor | None, stream: Stream | None) -> None:
         stream = self._accelerator.current_stream() if stream is None else stream
         if self._reader is not None:
             stream.wait(self._reader.record())

@@ -1,0 +1,220 @@
+"""One new token of each sequence attends to a layer, launched with little more than calls into C.
+
+What a layer's step needs is prepared in its second step, and used as long as what it names stays
+where it is: the window, the views of host memory, the kind of the query. Whatever is not of that
+kind, and each first step, is split attention's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.attention.host import HostAttention, HostCalls
+from sparsekv.attention.host_jobs import HostJobs, Room
+from sparsekv.device import Stream
+from sparsekv.errors import LayoutError
+from sparsekv.format import KVView, joined
+from sparsekv.kernels.dispatch import DecodeOps, PreparedAttentionJob, decode_ops_for
+from sparsekv.regions import LayerParts, Registrar, Window
+
+Views = tuple[KVView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The way to the CPU and back, for all layers with as many unpinned views."""
+
+    room: Room
+    store: Callable[..., None]
+    """Takes the query to where the CPU finds it."""
+    merge: Callable[..., None]
+    """Adds what the CPU has found to what the accelerator has."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What is prepared for one layer, and for what."""
+
+    kind: tuple[Any, ...]
+    """Of queries."""
+    window: Window
+    attend: Any = None
+    pinned: Views = ()
+    pinned_bytes: int = 0
+    attend_pinned: list[Any] = field(default_factory=list)
+    unpinned: Views = ()
+    answer: _Answer | None = None
+    job: PreparedAttentionJob | None = None
+
+
+class DecodeAttention:
+    """Attends for one cache; not for several threads at a time.
+
+    Attributes:
+        host: what attends on the CPU, for split attention too.
+    """
+
+    def __init__(self, registrar: Registrar, bytes_per_token: int) -> None:
+        self._accelerator = registrar.accelerator
+        self._bytes_per_token = bytes_per_token
+        self._host = HostJobs(registrar) if self._accelerator.has_flags else None
+        self.host: HostAttention = self._host or HostCalls()
+        self._ops = decode_ops_for(self._accelerator.device)
+        self._layers: dict[int, _Layer] = {}
+        self._answers: dict[int, _Answer] = {}
+        self._kind: tuple[Any, ...] = ()
+        self._softmax_scale = 0.0
+        self._lse = self._workspace = torch.empty(0)
+
+    def synchronize(self) -> None:
+        """Return when host memory is not read any more; nothing of it is held afterwards."""
+        self.host.synchronize()
+        self._layers.clear()
+        self._answers.clear()
+
+    def attend(
+        self, layer_idx: int, query: Tensor, softmax_scale: float, parts: LayerParts
+    ) -> Tensor | None:
+        """Attention of the newest token to all that a layer holds; None: not prepared for it, and
+        nothing has been done.
+
+        Args:
+            query: (batch, num_heads, 1, head_dim) on the accelerator.
+            softmax_scale: factor of the scores.
+            parts: what the layer holds.
+
+        Returns:
+            (batch, num_heads, 1, head_dim_v) float32.
+
+        Raises:
+            SparseKVError: an earlier step's job failed.
+        """
+        layer, window, ops = self._layers.get(layer_idx), parts.window, self._ops
+        if ops is None or not parts.num_in_window or len(window.key) > 1 or query.stride(3) != 1:
+            return None
+        kind = query.shape, query.stride(), query.dtype, query.data_ptr() % 16, softmax_scale
+        if kind != self._kind:
+            self._begin_anew(kind, query)
+        if layer is None or layer.window is not window or kind != layer.kind:
+            self._layers[layer_idx] = _Layer(kind, window)
+            return None
+        if parts.unpinned and not self._can_ask(ops, layer, query, parts.unpinned):
+            return None
+        if layer.attend is None:
+            layer.attend = self._prepared(ops, query, _whole(window), False)
+        if layer.pinned is not parts.pinned:
+            self._prepare_pinned(ops, layer, query, parts.pinned)
+        stream = self._asked(layer, query, parts) if parts.unpinned else None
+        out = query.new_empty((*query.shape[:3], window.value.shape[4]), dtype=torch.float32)
+        layer.attend(query, 0, parts.num_in_window, out)
+        for attend in layer.attend_pinned:
+            attend(query, 0, None, out)
+        self._accelerator.h2d_bytes += layer.pinned_bytes
+        if stream is not None:
+            self._take(layer, out, stream)
+        return out
+
+    # The CPU's part
+
+    def _can_ask(self, ops: DecodeOps, layer: _Layer, query: Tensor, unpinned: Views) -> bool:
+        """Whether the CPU's part can be a job; prepares it."""
+        host = self._host
+        if host is None:
+            return False
+        host.look_back()
+        answer = self._answers.get(len(unpinned))
+        if answer is None or not host.is_current(answer.room):
+            room = host.room(query.shape, unpinned)
+            if room is None:
+                return False
+            self._answers[len(unpinned)] = answer = self._prepared_answer(ops, query, room)
+        if layer.unpinned is not unpinned or layer.answer is not answer:
+            layer.job = answer.room.job(unpinned, self._softmax_scale)
+            layer.unpinned, layer.answer = unpinned, answer
+        return True
+
+    def _prepared_answer(self, ops: DecodeOps, query: Tensor, room: Room) -> _Answer:
+        stored = room.query_in(room.memory)
+        found = room.results_in(room.memory)
+        out = query.new_empty(found[0].shape[1:], dtype=torch.float32)
+        return _Answer(
+            room=room,
+            store=ops.PreparedAppend(query, None, stored, None),
+            merge=ops.PreparedMerge([(out, self._lse)], out=out, lse=self._lse, others=found),
+        )
+
+    def _asked(self, layer: _Layer, query: Tensor, parts: LayerParts) -> Stream:
+        """The CPU begins when the stream that is returned, the caller's, has got here."""
+        assert self._host is not None
+        assert layer.answer is not None
+        assert layer.job is not None
+        stream = self._accelerator.current_stream()
+        layer.answer.store(query, None, 0)
+        self._host.start(stream, layer.job, parts.num_tokens - 1)
+        return stream
+
+    def _take(self, layer: _Layer, out: Tensor, stream: Stream) -> None:
+        """Merge what the CPU has found into `out`."""
+        assert self._host is not None
+        assert layer.answer is not None
+        room = layer.answer.room
+        self._host.wait(stream)
+        layer.answer.merge(out)
+        self._host.take(stream)
+        self._accelerator.d2h_bytes += 4 * room.lse_start
+        self._accelerator.h2d_bytes += 4 * (room.size - room.lse_start)
+
+    # The accelerator's part
+
+    def _begin_anew(self, kind: tuple[Any, ...], query: Tensor) -> None:
+        """Forget what was prepared for queries of another kind."""
+        self._layers.clear()
+        self._answers.clear()
+        self._kind = kind
+        self._softmax_scale = kind[-1]
+        self._lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        self._workspace = self._lse[:0]
+
+    def _prepared(self, ops: DecodeOps, query: Tensor, view: KVView, is_carried: bool) -> Any:
+        """Attention to one view: alone, or added to what `out` and the lse hold already."""
+        size = ops.workspace_numel(query, view.key, view.value)
+        if size > self._workspace.numel():
+            self._workspace = query.new_empty(size, dtype=torch.float32)
+        table = view.row_table
+        shape = (*query.shape[:3], view.value.shape[4])
+        return ops.PreparedAttention(
+            query,
+            view.key,
+            view.value,
+            self._softmax_scale,
+            out=query.new_empty(shape, dtype=torch.float32),
+            lse=self._lse,
+            workspace=self._workspace,
+            row_table=None if table is None else table.to(query.device),
+            is_carried=is_carried,
+        )
+
+    def _prepare_pinned(self, ops: DecodeOps, layer: _Layer, query: Tensor, pinned: Views) -> None:
+        views = joined(pinned)
+        is_plain = all(view.row_table is None for view in (*layer.pinned, *views))
+        try:
+            if not is_plain or len(views) != len(layer.attend_pinned):
+                raise LayoutError("more or fewer than before")
+            for attend, view in zip(layer.attend_pinned, views, strict=True):
+                attend.attend_to(view.key, view.value)
+        except LayoutError:
+            layer.attend_pinned = [self._prepared(ops, query, view, True) for view in views]
+        layer.pinned = pinned
+        layer.pinned_bytes = self._bytes_per_token * sum(
+            view.num_tokens * view.batch_size for view in pinned
+        )
+
+
+def _whole(window: Window) -> KVView:
+    """All of a window, filled or not."""
+    return KVView(window.key, window.value, torch.zeros(1, dtype=torch.int64))

@@ -1,0 +1,231 @@
+"""Steps whose launches are prepared: the same attention, whatever has changed since they were."""
+
+import gc
+import weakref
+
+import prepared_ops
+import pytest
+import torch
+from harness import Twin, accelerators, build, geometry, interrupt, regions, spec
+from simulated_streams import ACCELERATORS
+from test_step import TOLERANCE, assert_attends, whole
+
+from sparsekv.attention import decode
+from sparsekv.engine import attend
+from sparsekv.errors import CacheStateError
+from sparsekv.kernels import dispatch
+from sparsekv.kernels.dispatch import PreparedAttentionJob
+from sparsekv.regions import window
+from sparsekv.transfer import in_place
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _prepared(request, monkeypatch):
+    if dispatch.attention_jobs() is None:
+        pytest.skip("no native library")
+    if "device" in request.fixturenames and request.getfixturevalue("device") == "cuda":
+        return
+    for module in (decode, in_place, window):
+        monkeypatch.setattr(module, "decode_ops_for", lambda device: prepared_ops)
+
+
+@pytest.fixture
+def only_prepared(monkeypatch):
+    """From `begin` on, whatever is attended to was prepared for."""
+
+    def begin():
+        def refuse(*args, **kwargs):
+            raise AssertionError("attended to by split attention")
+
+        monkeypatch.setattr("sparsekv.engine.step.split_attention", refuse)
+
+    return begin
+
+
+def steps(twin, count):
+    for _ in range(count):
+        twin.append(1, flush=False)
+        assert_attends(twin, 1)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", ACCELERATORS.values(), ids=ACCELERATORS)
+def test_steps_equal_attention_to_the_whole(share, dtype, make):
+    latent = geometry(num_kv_heads=1, head_dim=9, head_dim_v=8, shared_kv=True, dtype=dtype)
+    for kv in (geometry(dtype=dtype), geometry(dtype=dtype, head_dim_v=7), latent):
+        with accelerators(make):
+            twin = Twin(build(spec(kv), share))
+            twin.append(17)
+            steps(twin, 14)
+            twin.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_the_second_step_on_all_is_prepared(device, dtype, only_prepared):
+    twin = Twin(build(spec(geometry(head_dim=16, dtype=dtype)), share=0.5, device=device))
+    twin.append(30)
+    steps(twin, 1)
+    only_prepared()
+    steps(twin, 40)
+    twin.check()
+    assert {"unpinned", "pinned"} < set(regions(twin.cache))
+
+
+def test_what_stays_is_prepared_once():
+    twin = Twin(build(spec(window_size=64, block_size=4), share=0.5))
+    twin.append(129)
+    steps(twin, 3)
+    counts = prepared_ops.PreparedAttention.count, prepared_ops.PreparedAppend.count
+    steps(twin, 50)
+    assert counts == (prepared_ops.PreparedAttention.count, prepared_ops.PreparedAppend.count)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+@pytest.mark.parametrize("make", ACCELERATORS.values(), ids=ACCELERATORS)
+def test_rows_and_length_may_change_however_late_copies_are(share, make):
+    with accelerators(make):
+        change_rows_and_length(Twin(build(share=share)))
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_rows_and_length_may_change_between_steps(share, device):
+    change_rows_and_length(Twin(build(share=share, device=device)))
+
+
+def change_rows_and_length(twin):
+    twin.append(30)
+    steps(twin, 3)
+    for rows in ([1, 0], [0, 0, 1], [2, 1]):
+        twin.cache.batch_select_indices(torch.tensor(rows))
+        twin.apply(lambda tensor, rows=rows: tensor[rows])
+        steps(twin, 7)
+    for kept in (41, 40, 33, 2):
+        twin.cache.crop(kept)
+        twin.apply(lambda tensor, kept=kept: tensor[:, :, :kept])
+        steps(twin, 3)
+    twin.append(9, flush=False)
+    assert_attends(twin, 9)
+    steps(twin, 3)
+    twin.check()
+
+
+def test_queries_and_masks_of_other_kinds_come_between(device):
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    for _ in range(3):
+        steps(twin, 3)
+        twin.append(1, flush=False)
+        assert_attends(twin, 1, group_size=3)
+        twin.append(1, flush=False)
+        key_mask = torch.rand(2, twin.cache.num_tokens, device=device) < 0.7
+        assert_attends(twin, 1, key_mask=key_mask)
+        twin.append(1, flush=False)
+        query = torch.randn(2, 1, 4, 4, device=device).transpose(1, 2)
+        for layer_idx in range(2):
+            found = attend(twin.cache, layer_idx, query, 0.7)
+            torch.testing.assert_close(found, whole(twin, layer_idx, query, 0.7))
+
+
+def test_results_are_not_written_again(device, only_prepared):
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    steps(twin, 2)
+    only_prepared()
+    answers = []
+    for _ in range(6):
+        twin.append(1, flush=False)
+        query = torch.randn(2, 4, 1, 4, device=device)
+        answers += [(attend(twin.cache, i, query, 0.3), whole(twin, i, query, 0.3)) for i in (0, 1)]
+    for found, expected in answers:
+        torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
+
+
+def test_the_same_bytes_are_counted(monkeypatch):
+    crossed = []
+    for is_prepared in (True, False):
+        torch.manual_seed(0)
+        twin = Twin(build(share=0.5))
+        twin.append(30)
+        with monkeypatch.context() as patch:
+            if not is_prepared:
+                patch.setattr(decode, "decode_ops_for", lambda device: None)
+            steps(twin, 6)
+        stats = twin.cache.stats()
+        crossed.append(stats.h2d_bytes)
+    assert crossed[0] == crossed[1]
+
+
+# Failures
+
+
+def test_a_cancelled_job_gives_nan_and_an_error_at_the_next_step(device, monkeypatch):
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    steps(twin, 2)
+    submit = PreparedAttentionJob.submit
+
+    def submit_in_vain(*args):
+        job = submit(*args)
+        job.cancel()
+        return job
+
+    query = torch.randn(2, 4, 1, 4, device=device)
+    twin.append(1, flush=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(PreparedAttentionJob, "submit", submit_in_vain)
+        assert attend(twin.cache, 0, query, 0.3).isnan().all()
+    with pytest.raises(CacheStateError, match="cancelled"):
+        attend(twin.cache, 1, query, 0.3)
+    assert_attends(twin, 1)
+    steps(twin, 3)
+
+
+@pytest.mark.parametrize("stride", [23, pytest.param(3, marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_line_of_a_step_leaves_it_to_be_done_again(stride):
+    twin = Twin(build(spec(window_size=8, batch_size=1), share=0.5))
+    twin.append(57)
+    steps(twin, 2)
+    query = torch.randn(1, 4, 1, 4)
+    expected = [whole(twin, layer_idx, query, 0.3) for layer_idx in range(2)]
+    at_line = 1
+    while interrupt(at_line, lambda: attend(twin.cache, 0, query, 0.3)):
+        for layer_idx in (1, 0):
+            found = attend(twin.cache, layer_idx, query, 0.3)
+            torch.testing.assert_close(found, expected[layer_idx], atol=1e-5, rtol=1e-5)
+        at_line += stride
+    assert at_line > 50
+    twin.check()
+
+
+# Lifetime
+
+
+@pytest.mark.parametrize("end", ["reset", "close", "drop"])
+def test_nothing_is_held_that_is_let_go_of(end, device):
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    steps(twin, 3)
+    stacks = twin.cache._layers[0].stacks
+    held = [weakref.ref(stacks[name].leases[0]) for name in ("unpinned", "pinned")]
+    held += [weakref.ref(window.elements) for window in twin.cache._windows]
+    del stacks
+    if end == "reset":
+        twin.cache.reset()
+    elif end == "close":
+        twin.cache.close("enough")
+        held = held[:2]
+    else:
+        del twin
+    gc.collect()
+    assert not any(reference() is not None for reference in held)
