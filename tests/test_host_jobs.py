@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 import torch
-from harness import Twin, build, geometry, interrupt, new_tokens, spec
+from harness import Twin, accelerators, build, geometry, interrupt, new_tokens, spec
+from simulated_streams import LateCaller
 from test_step import TOLERANCE, assert_attends, whole
 
 from sparsekv.attention import HostCalls, HostJobs, host_jobs
@@ -179,6 +180,26 @@ def test_a_job_that_was_begun_in_vain_is_cancelled_by_the_next_step(device, no_c
     torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
     assert jobs[0].status == dispatch.JobStatus.CANCELLED
     assert jobs[1].wait(60)
+
+
+def test_what_a_failed_step_leaves_does_not_end_an_earlier_wait():
+    """The stream is behind when the second job is dropped, whose end is then said at once."""
+    if dispatch.attention_jobs() is None:
+        pytest.skip("no native library")
+    with accelerators(LateCaller):
+        twin = Twin(build(share=1))
+        twin.append(4000)
+        cache, query = twin.cache, torch.randn(2, 4, 1, 4)
+        expected = whole(twin, 0, query, 0.3)
+        host, unpinned = HostJobs(cache.registrar), cache.views(0).unpinned
+        question = host_jobs.Question(
+            query=query, softmax_scale=0.3, query_start=3999, key_mask=None, mask=None
+        )
+        ((found, _),) = host.begin(question, unpinned)()
+        host.begin(question, unpinned)
+        host.look_back()
+        cache.accelerator.current_stream().synchronize()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stride", [23, pytest.param(3, marks=pytest.mark.slow)])
