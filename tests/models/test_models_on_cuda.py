@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_zoo import build, same_tokens, small_config
+from transformers.cache_utils import Cache
 
 import sparsekv
 from sparsekv.models import compat
@@ -16,6 +17,22 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _offloading_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The offloaded cache of transformers 5.17 copies the next layer back on a stream that waits
+    neither for the copy that brings this layer to the host nor for who still reads the memory it
+    writes to (`Cache.update`; 5.24 waits for both). Where the device is behind the host, tokens
+    change, with the patch or without.
+    """
+    prefetch = Cache.prefetch
+
+    def when_all_is_done(self: Cache, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.synchronize()
+        prefetch(self, *args, **kwargs)
+
+    monkeypatch.setattr(Cache, "prefetch", when_all_is_done)
 
 
 @pytest.fixture(params=["qwen3_moe", "mixtral", "llama", "qwen3_mixed"])
