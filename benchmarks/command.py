@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.machine import num_cores
+from benchmarks.merge import keep_result
 from benchmarks.results import FOLDER, Check, Row, make_result, write_result
 
 THREADS = (1, 2, 4, 8, 15, 16)
@@ -135,7 +136,8 @@ def finish(
     if arguments.quick and arguments.out is None:
         console.print("--quick: nothing written; --out says where to")
         return
-    path = write_result(result, arguments.out or FOLDER)
+    folder = arguments.out or FOLDER
+    path = write_result(result, folder) if arguments.quick else keep_result(result, checks, folder)
     dirty = ", of a changed or unknown tree: not to be kept" if result.dirty else ""
     console.print(f"written to {path}{dirty}", soft_wrap=True)
 

@@ -94,7 +94,7 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
             for part in _parts_of(point, arguments):
                 try:
                     for row in _measure_part(part, case, point, arguments, ceilings, rows):
-                        rows.append({**row, "num_threads": num_threads})
+                        rows.append({**row, "part": part, "num_threads": num_threads})
                         report(_line(rows[-1]))
                 except Exception:
                     report(traceback.format_exc())

@@ -236,6 +236,7 @@ def test_the_script_measures_every_part(tmp_path: Path) -> None:
     assert result.checks == checks(result.rows)
     kinds = {row["kind"] for row in result.rows}
     assert kinds == {"decode", "short", "steps", "ablation", "model"}
+    assert {row["part"] for row in result.rows} == set(decode_attention.PARTS)
     swept = {(row["shape"], row["share"]) for row in result.rows if "placed_share" in row}
     assert swept == {("qwen3", 0.5), ("mixtral", 0.0), ("mixtral", 1.0)}
     replaced = {row["way"] for row in result.rows if row["kind"] == "ablation"}
