@@ -7,7 +7,7 @@ all others stay; it is compared with itself as it is. What a replacement emulate
 - strided source: they are slices of one tensor allocated for the longest context, rows by kv heads
   by tokens; torch puts such a slice together in pageable memory before it copies it;
 - rebuilt buffers: the bytes are put together anew, in page-locked memory, in every step;
-- torch's kernel: torch's operations attend on the CPU, where the native library does else;
+- torch's kernel: torch's fused attention attends on the CPU, where the native library does else;
 - share 0.5: the library's own step, where the share follows no measurement.
 """
 
@@ -24,18 +24,23 @@ from torch import Tensor
 from benchmarks.attention_shapes import Turns
 from benchmarks.ceilings import filled_buffer
 from benchmarks.decode_case import Case
-from benchmarks.decode_rounds import take_turns
+from benchmarks.decode_rates import region_rates
+from benchmarks.decode_rounds import StepCeilings, take_turns
 from benchmarks.decode_sweep import WARM_UP
 from benchmarks.decode_ways import RegionDecode
 from benchmarks.results import Row
 from sparsekv import merge_partials
+from sparsekv.attention.host import Partial
 from sparsekv.format import KVView, PartitionSpec
-from sparsekv.kernels import cpu, torch_ops
-from sparsekv.kernels.dispatch import PartialAttention, partial_attention_for
+from sparsekv.kernels import cpu
+from sparsekv.kernels.dispatch import partial_attention_for
 from sparsekv.regions.stack import split_elements
 
 LIBRARY, AS_IT_IS, FIXED_SHARE = "the library", "the step as it is", "share 0.5"
+TORCH_KERNEL = "torch's kernel"
 _LAYERS = 4
+
+PartialAttention = Callable[..., Partial]
 
 Source = Callable[[Tensor], Tensor]
 """From the elements of one segment in the pinned region to what is copied instead: as many, of any
@@ -43,11 +48,12 @@ shape and content.
 """
 
 
-def ablations(case: Case, cpu_share: float, rounds: int) -> Iterator[Row]:
-    """A row for each replacement, measured in turn over the same cache."""
+def ablations(case: Case, cpu_share: float, rounds: int, ceilings: StepCeilings) -> Iterator[Row]:
+    """A row for each replacement, measured in turn over the same cache, and with the ceilings."""
     case = case.with_layers(_LAYERS)
     way = RegionDecode(case, cpu_share, 6 * (WARM_UP + rounds))
     fixed = RegionDecode(case, 0.5, WARM_UP + rounds)
+    placed = {id(of): of.placed_bytes() for of in (way, fixed)}
     layer_bytes = case.kv_bytes // case.num_layers
     elsewhere = filled_buffer(layer_bytes).tensor()[:layer_bytes].view(torch.bfloat16)
     sources: dict[str, Source] = {
@@ -60,21 +66,52 @@ def ablations(case: Case, cpu_share: float, rounds: int) -> Iterator[Row]:
     for name, source in sources.items():
         steps[name] = AblatedStep(case, way, Transfer(way.cache.spec, case.device, source)).run
     own = Transfer(way.cache.spec, case.device, sources[AS_IT_IS])
-    steps["torch's kernel"] = AblatedStep(case, way, own, torch_ops.partial_attention).run
-    samples = dict(
-        zip(steps, take_turns(list(steps.values()), case.device, rounds, WARM_UP), strict=True)
-    )
+    steps[TORCH_KERNEL] = AblatedStep(case, way, own, attend_by_torch).run
+    found: list[Row] = []
+    turns = [*steps.values(), lambda: found.append(ceilings.measure())]
+    samples = dict(zip(steps, take_turns(turns, case.device, rounds, WARM_UP), strict=False))
     for name, seconds in samples.items():
+        of, share = (fixed, 0.5) if name == FIXED_SHARE else (way, cpu_share)
         base = samples[LIBRARY if name in (LIBRARY, FIXED_SHARE) else AS_IT_IS]
         yield {
             **case.known,
             "kind": "ablation",
             "way": name,
-            "share": 0.5 if name == FIXED_SHARE else cpu_share,
-            "ms_per_layer": 1e3 * median(seconds) / case.num_layers,
+            "share": share,
             "relative_speed": median(base) / median(seconds),
-            "samples": [1e3 * s / case.num_layers for s in seconds],
+            **region_rates(case, seconds, placed[id(of)], found[WARM_UP:]),
         }
+
+
+def attend_by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    *,
+    query_start: int,
+) -> Partial:
+    """torch's own attention on the CPU over segments, all of them older than the one query.
+
+    The query heads of a kv head are tokens, which is the fastest way to call it.
+
+    Args:
+        query: (batch, num_heads, 1, head_dim).
+        key, value: (segments, batch, num_kv_heads, tokens, head_dim or head_dim_v).
+    Returns:
+        (batch, num_heads, 1, head_dim_v) and (batch, num_heads, 1), float32.
+    """
+    segments, batch, heads = key.shape[:3]
+    folded = query.reshape(batch, heads, -1, query.shape[3]).repeat(segments, 1, 1, 1)
+    outs, lses = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        folded, key.flatten(0, 1), value.flatten(0, 1), scale=softmax_scale
+    )
+    lses = lses.unflatten(0, (segments, batch))
+    weights = lses.softmax(0)[..., None]
+    out = (outs.unflatten(0, (segments, batch)) * weights).sum(0)
+    shape = query.shape[:3]
+    return out.reshape(*shape, -1), lses.logsumexp(0).reshape(shape)
 
 
 class PageableSource:

@@ -2,8 +2,8 @@
 
 For each model, batch and context: milliseconds a layer at several shares of the CPU, from 0
 (everything is streamed to the GPU) to 1 (the CPU attends to everything), beside the ceilings of
-memory and bus in the same rounds, and transformers' DynamicCache on the GPU and offloaded. At the
-first of them also: the step over a short context, a thousand steps one after the other, the step
+memory and bus in the same rounds, and transformers' DynamicCache on the GPU and offloaded. At
+Qwen3's 16 x 32K also: the step over a short context, a thousand steps one after the other, the step
 with one of its parts replaced, and a whole model of random weights.
 
 The accelerator is simulated where there is no CUDA; then only --quick is of use.
@@ -29,37 +29,55 @@ from benchmarks.results import Row
 from benchmarks.whole_model import model_rows
 
 PARTS = ("sweep", "baselines", "short", "steps", "ablations", "model")
-_SHARES = (0.0, 0.4, 0.5, 0.6, 0.7, 1.0)
-_USUAL_SHARE = 0.6
+_SHARES = (0.0, 0.6, 0.65, 0.7, 0.75, 1.0)
+_USUAL_SHARE = 0.7
 """For the parts that need one share, where no sweep tells the best."""
 
-_MODEL_LAYERS = 4
+_MODEL_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A model's shape, batch and context, and the shares to measure there."""
+    """A model's shape, batch and context, the shares to measure there, and the layers of
+    transformers' caches.
+    """
 
     shape: str
     batch_size: int
     context: int
     shares: tuple[float, ...] = _SHARES
+    baseline_layers: int = 4
 
 
+def _grid(
+    shape: str, sizes: Sequence[tuple[int, int]], shares: tuple[float, ...]
+) -> tuple[Point, ...]:
+    """Points of one shape; two layers of transformers' caches, one ahead of the other."""
+    return tuple(Point(shape, batch, context << 10, shares, 2) for batch, context in sizes)
+
+
+_SHORT = (
+    Point("qwen3", 16, 32 << 10),
+    Point("mixtral", 16, 32 << 10, (0.0, 0.65, 0.7, 0.75)),
+    Point("qwen3", 4, 8 << 10, (0.0, 0.6, 0.7, 1.0)),
+)
+_REST = (
+    *_grid("qwen3", [(4, 16), (4, 32), (16, 8)], (0.0, 0.7, 1.0)),
+    *_grid("qwen3", [(16, 16), (32, 8), (32, 16)], (0.7,)),
+    *_grid("mixtral", [(4, 8), (4, 16), (4, 32), (16, 8)], (0.0, 0.7, 1.0)),
+    *_grid("mixtral", [(16, 16), (32, 8), (32, 16)], (0.7,)),
+)
+_LARGEST = (*_grid("qwen3", [(32, 32)], (0.7,)), *_grid("mixtral", [(32, 32)], (0.7,)))
 _PLANS = {
-    "short": [
-        Point("qwen3", 16, 32 << 10),
-        Point("mixtral", 16, 16 << 10, (0.0, 0.5, 0.6, 0.7)),
-        Point("qwen3", 4, 8 << 10, (0.0, 0.5, 0.6, 1.0)),
-    ],
-    "full": [
-        Point(shape, batch_size, context)
-        for shape in NUM_LAYERS
-        for batch_size in (16, 4, 32)
-        for context in (32 << 10, 16 << 10, 8 << 10)
-    ],
+    "short": _SHORT,
+    "rest": _REST,
+    "largest": _LARGEST,
+    "full": (*_SHORT, *_REST, *_LARGEST),
 }
-_QUICK_PLAN = [Point("qwen3", 2, 640, (0.5,)), Point("mixtral", 2, 512, (0.0, 1.0))]
+"""`full` in pieces of some minutes each: what has targets, the rest of batch 4, 16, 32 by context
+8K, 16K, 32K, and what takes about all memory of a machine of 128 GB, or more.
+"""
+_QUICK_PLAN = (Point("qwen3", 2, 640, (0.5,)), Point("mixtral", 2, 512, (0.0, 1.0)))
 _QUICK_LAYERS = 2
 
 
@@ -87,7 +105,7 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
         attending_threads(arguments.threads) as num_threads,
         StepCeilings(num_threads, arguments.quick) as ceilings,
     ):
-        for point in _QUICK_PLAN if arguments.quick else _PLANS[arguments.plan]:
+        for point in _points(arguments):
             case = Case.of_model(point.shape, point.batch_size, point.context, device)
             if arguments.quick:
                 case = case.with_layers(_QUICK_LAYERS)
@@ -103,10 +121,15 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
         raise RuntimeError(f"not measured, for the reasons above: {'; '.join(failed)}")
 
 
+def _points(arguments: argparse.Namespace) -> list[Point]:
+    plan = _QUICK_PLAN if arguments.quick else _PLANS[arguments.plan]
+    return [point for point in plan if point.shape in arguments.shapes]
+
+
 def _parts_of(point: Point, arguments: argparse.Namespace) -> list[str]:
-    """Sweep and baselines everywhere, the others at the first point only."""
-    first = (_QUICK_PLAN if arguments.quick else _PLANS[arguments.plan])[0]
-    everywhere = PARTS if point == first else PARTS[:2]
+    """Sweep and baselines everywhere, the others at the first point of all only."""
+    is_first = point in (_SHORT[0], _QUICK_PLAN[0])
+    everywhere = PARTS if is_first else PARTS[:2]
     return [part for part in everywhere if part in arguments.parts]
 
 
@@ -122,13 +145,15 @@ def _measure_part(
     sizes = _QUICK_SIZES if is_quick else _SIZES
     fastest = best([row for row in rows if row.items() >= case.known.items()])
     share = _USUAL_SHARE if fastest is None else fastest["share"]
+    few = case.with_layers(point.baseline_layers)
+    some = case.with_layers(_MODEL_LAYERS)
     measures: dict[str, Callable[[], Iterable[Row]]] = {
         "sweep": lambda: sweep(case, arguments.shares or point.shares, rounds, ceilings),
-        "baselines": lambda: baselines(case, rounds, ceilings),
+        "baselines": lambda: baselines(few, rounds, ceilings),
         "short": lambda: short(case, sizes.short_rounds),
         "steps": lambda: steps(case, share, sizes.num_steps),
-        "ablations": lambda: ablations(case, share, rounds),
-        "model": lambda: model_rows(case.with_layers(_MODEL_LAYERS), share, rounds, is_quick),
+        "ablations": lambda: ablations(case, share, rounds, ceilings),
+        "model": lambda: model_rows(some, share, rounds, is_quick, ceilings),
     }
     return unless_memory_is_short({**case.known, "part": part}, measures[part])
 
@@ -158,6 +183,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=PARTS,
         default=list(PARTS),
         help="what to measure (default: everything)",
+    )
+    options.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=NUM_LAYERS,
+        default=list(NUM_LAYERS),
+        help="models of the plan to measure (default: all)",
     )
     options.add_argument(
         "--shares", nargs="+", type=float, help="shares of the CPU (default: those of the plan)"

@@ -6,21 +6,19 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from statistics import median
 
 import torch
 
 from benchmarks.decode_case import Case
-from benchmarks.decode_rounds import StepCeilings, medians, seconds_of, synchronize
+from benchmarks.decode_rates import awaited_flags, region_rates, step_rates
+from benchmarks.decode_rounds import StepCeilings, seconds_of, synchronize
 from benchmarks.decode_ways import SPARSEKV, DecodeWay, DynamicDecode, RegionDecode
 from benchmarks.results import Row
 from sparsekv import CapacityError
 
 WARM_UP = 2
-_BASELINE_LAYERS = 4
-"""Layers of transformers' caches: their layers do the same whatever their number, and more of them
-take minutes to fill.
-"""
+_WATCHED = 2
+"""Steps in which waits are looked at."""
 
 
 def sweep(
@@ -34,8 +32,10 @@ def sweep(
 
 
 def baselines(case: Case, rounds: int, ceilings: StepCeilings) -> Iterator[Row]:
-    """transformers' DynamicCache on the accelerator, and kept in host memory (CUDA only)."""
-    case = case.with_layers(_BASELINE_LAYERS)
+    """transformers' DynamicCache on the accelerator, and kept in host memory (CUDA only).
+
+    Few layers do: they do the same whatever their number, and take seconds each to fill.
+    """
     for is_offloaded in (False, True) if case.device.type == "cuda" else (False,):
         known = {**case.known, "kind": "decode", "way": DynamicDecode.name_of(is_offloaded)}
         measure = partial(_dynamic_row, known, case, is_offloaded, rounds, ceilings)
@@ -53,6 +53,15 @@ def unless_memory_is_short(known: Row, measure: Callable[[], Iterable[Row]]) -> 
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+            _empty_host_cache()
+
+
+def _empty_host_cache() -> None:
+    """Let go of page-locked memory that torch keeps: several times what an offloaded cache held."""
+    for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        if hasattr(module, name):
+            getattr(module, name)()
+            return
 
 
 def _dynamic_row(
@@ -60,25 +69,24 @@ def _dynamic_row(
 ) -> Iterator[Row]:
     way = DynamicDecode(case, is_offloaded)
     _warm_up(way, case)
-    yield known | _timed(way, case, case.kv_bytes, rounds, ceilings)
+    seconds, found = _in_turn(way, case, rounds, ceilings)
+    yield known | step_rates(case, seconds, case.kv_bytes, found)
 
 
 def _region_row(known: Row, case: Case, rounds: int, ceilings: StepCeilings) -> Iterator[Row]:
     start = time.perf_counter()
-    way = RegionDecode(case, known["share"], WARM_UP + rounds)
+    way = RegionDecode(case, known["share"], WARM_UP + rounds + _WATCHED)
     synchronize(case.device)
     fill_seconds = time.perf_counter() - start
     _warm_up(way, case)
     before, placed = way.cache.stats().h2d_bytes, way.placed_bytes()
-    row = known | _timed(way, case, sum(placed.values()), rounds, ceilings)
+    seconds, found = _in_turn(way, case, rounds, ceilings)
     stats = way.cache.stats()
-    seconds = row["ms_per_layer"] * case.num_layers / 1e3
-    row["cpu_gbs"] = placed["unpinned"] / seconds / 1e9
-    row["h2d_gbs"] = placed["pinned"] / seconds / 1e9
+    row = known | region_rates(case, seconds, placed, found)
     row["h2d_bytes_per_step"] = (stats.h2d_bytes - before) / rounds
     row["placed_share"] = stats.cpu_share
     row["fill_seconds"] = fill_seconds
-    yield row | _exposed(stats.to_dict())
+    yield row | _exposed(way, case)
 
 
 def _warm_up(way: DecodeWay, case: Case) -> None:
@@ -86,25 +94,25 @@ def _warm_up(way: DecodeWay, case: Case) -> None:
         seconds_of(way.step, case.device)
 
 
-def _timed(way: DecodeWay, case: Case, kv_bytes: int, rounds: int, ceilings: StepCeilings) -> Row:
-    """Steps and ceilings in turn; `kv_bytes` are what a step reads."""
+def _in_turn(
+    way: DecodeWay, case: Case, rounds: int, ceilings: StepCeilings
+) -> tuple[list[float], list[Row]]:
+    """Seconds of steps, and the ceilings measured between them."""
     seconds, found = [], []
     for _ in range(rounds):
         found.append(ceilings.measure())
         seconds.append(seconds_of(way.step, case.device))
-    row = {
-        "ms_per_layer": 1e3 * median(seconds) / case.num_layers,
-        "kv_bytes": kv_bytes,
-        "kv_gbs": kv_bytes / median(seconds) / 1e9,
-        "samples": [1e3 * s / case.num_layers for s in seconds],
-        "ceiling_samples": found,
-        **medians(found),
-    }
-    if "ceiling_gbs" in row:
-        row["fraction"] = row["kv_gbs"] / row["ceiling_gbs"]
-    return row
+    return seconds, found
 
 
-def _exposed(stats: dict[str, object]) -> Row:
-    """What the engine says it waited for, under its own names; nothing while it keeps no count."""
-    return {name: value for name, value in stats.items() if name.startswith("exposed")}
+def _exposed(way: DecodeWay, case: Case) -> Row:
+    """How long a layer stands still for the CPU, in steps that are not timed; CUDA only."""
+    if case.device.type != "cuda":
+        return {}
+    with awaited_flags() as waited:
+        for _ in range(_WATCHED):
+            seconds_of(way.step, case.device)
+        seconds = waited()
+    if seconds is None:
+        return {}
+    return {"exposed_cpu_ms": 1e3 * seconds / _WATCHED / case.num_layers}

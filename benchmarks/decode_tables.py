@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.decode_checks import best, cases
 from benchmarks.decode_ways import OFFLOADED
 from benchmarks.results import Result, Row
 from benchmarks.tables import checks, markdown, percent, provenance, rate
 
-_SWEEP = {
+_OWN_RATES = {
     "kv_gbs": "keys and values, GB/s",
     "cpu_gbs": "CPU, GB/s",
     "h2d_gbs": "host to GPU, GB/s",
-    "ceiling_gbs": "both ceilings together, GB/s",
 }
+_RATES = _OWN_RATES | {"ceiling_gbs": "both ceilings together, GB/s"}
+_EXPOSED = "exposed_cpu_ms"
 
 
 def decode_attention(results: Sequence[Result]) -> str:
@@ -78,17 +79,17 @@ def prefill_route(results: Sequence[Result]) -> str:
 
 def _sweep(title: str, rows: Sequence[Row]) -> Iterator[str]:
     fastest = best(rows)
+    swept = [row for row in rows if row["kind"] == "decode"]
+    has_waits = any(_EXPOSED in row for row in swept)
     lines = []
-    for row in rows:
-        if row["kind"] != "decode":
-            continue
+    for row in swept:
         name = f"share {row['share']:g}" if "share" in row else row["way"]
-        rates = [rate(row[key]) if key in row else "" for key in _SWEEP]
         what = f"**{name}**" if row is fastest else name
-        lines.append([what, row["layers"], _ms(row), *rates, _fraction(row)])
+        waits = [f"{row[_EXPOSED]:.2f}" if _EXPOSED in row else ""] if has_waits else []
+        lines.append([what, row["layers"], _ms(row), *_rates(row, _RATES), _fraction(row), *waits])
     if lines:
-        columns = [title, "layers", "ms a layer", *_SWEEP.values(), "fraction"]
-        yield markdown(columns, lines)
+        columns = [title, "layers", "ms a layer", *_RATES.values(), "fraction"]
+        yield markdown([*columns, *(["waiting for the CPU, ms a layer"] * has_waits)], lines)
     if fastest is not None and "ceiling_h2d_gbs" in fastest:
         yield (
             f"Ceilings beside the fastest: reading {rate(fastest['ceiling_read_gbs'])} GB/s, host "
@@ -115,19 +116,30 @@ def _steps(title: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _ablations(title: str, rows: Sequence[Row]) -> Iterator[str]:
-    lines = [
-        [row["way"], f"{row['share']:g}", _ms(row), f"{row['relative_speed']:.2f}"]
-        for row in rows
-        if row["kind"] == "ablation"
-    ]
+    lines = []
+    for row in rows:
+        if row["kind"] == "ablation":
+            rates = _rates(row, _OWN_RATES)
+            speed = f"{row['relative_speed']:.2f}"
+            lines.append([row["way"], f"{row['share']:g}", _ms(row), *rates, speed])
     if lines:
-        yield markdown([f"{title}, replaced", "share", "ms a layer", "relative speed"], lines)
+        columns = [f"{title}, replaced", "share", "ms a layer", *_OWN_RATES.values()]
+        yield markdown([*columns, "relative speed"], lines)
 
 
 def _model(title: str, rows: Sequence[Row]) -> Iterator[str]:
-    lines = [[r["way"], r["layers"], _ms(r)] for r in rows if r["kind"] == "model"]
+    lines = [
+        [row["way"], row["layers"], _ms(row), *_rates(row, _OWN_RATES)]
+        for row in rows
+        if row["kind"] == "model"
+    ]
     if lines:
-        yield markdown([f"{title}, whole model", "layers", "ms a layer"], lines)
+        columns = [f"{title}, whole model", "layers", "ms a layer", *_OWN_RATES.values()]
+        yield markdown(columns, lines)
+
+
+def _rates(row: Row, names: Iterable[str]) -> list[str]:
+    return [rate(row[name]) if name in row else "" for name in names]
 
 
 def _left_out(rows: Sequence[Row]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.attention_shapes import Shape
 from benchmarks.decode_case import Case
+from benchmarks.decode_rates import placed_bytes
 from sparsekv import CacheConfig, InplaceKVCache
 from sparsekv.engine import attend
 
@@ -68,8 +69,7 @@ class RegionDecode:
 
     def placed_bytes(self) -> dict[str, int]:
         """Bytes of the tokens in each CPU region, by its name."""
-        regions = self.cache.stats().regions
-        return {region.name: region.used_bytes for region in regions if region.memory == "CPU"}
+        return placed_bytes(self.cache.stats())
 
     def is_full_window_next(self) -> bool:
         """Whether the next step fills the windows, so that they leave the accelerator in it."""

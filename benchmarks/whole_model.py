@@ -7,8 +7,7 @@ one is patched. Embeddings and the last layer's logits are part of a step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from statistics import median
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qw
 
 import sparsekv
 from benchmarks.decode_case import Case
-from benchmarks.decode_rounds import take_turns
+from benchmarks.decode_rates import placed_bytes, region_rates, step_rates
+from benchmarks.decode_rounds import StepCeilings, take_turns
 from benchmarks.decode_sweep import WARM_UP
 from benchmarks.decode_ways import DYNAMIC, OFFLOADED, SPARSEKV
 from benchmarks.results import Row
@@ -39,32 +39,46 @@ _QUICK: dict[str, Any] = {
 }
 
 
-def model_rows(case: Case, cpu_share: float, rounds: int, is_quick: bool) -> Iterator[Row]:
-    """A row for each cache, the models in turn.
+def model_rows(
+    case: Case, cpu_share: float, rounds: int, is_quick: bool, ceilings: StepCeilings
+) -> Iterator[Row]:
+    """A row for each cache, the models and the ceilings in turn.
 
     Args:
         case: of the shape `qwen3`; its keys and values stand for a prompt that was read.
         cpu_share: of the patched model.
         rounds: steps of each.
         is_quick: a small model.
+        ceilings: measured in the same rounds.
     """
     model = random_model(case, is_quick)
     twin = with_same_weights(model)
     config = sparsekv.CacheConfig(cpu_share=cpu_share)
+    found: list[Row] = []
     with sparsekv.patch(twin, config) as patched, torch.no_grad():
         caches = {DYNAMIC: (model, DynamicCache(config=model.config))}
         if case.device.type == "cuda":
             caches[OFFLOADED] = (model, DynamicCache(config=model.config, offloading=True))
         caches[SPARSEKV] = (twin, patched.new_cache())
-        steps = [_Decoder(*pair, case).step for pair in caches.values()]
+        # As generate does before it reads a prompt.
+        caches[SPARSEKV][1].reserve(case.context + WARM_UP + rounds, case.context)
+        steps: list[Callable[[], object]] = [_Decoder(*pair, case).step for pair in caches.values()]
+        steps.append(lambda: found.append(ceilings.measure()))
         samples = take_turns(steps, case.device, rounds, WARM_UP)
-    for name, seconds in zip(caches, samples, strict=True):
-        row = {**case.known, "kind": "model", "way": name}
+        placed = placed_bytes(patched.stats())
+    for name, seconds in zip(caches, samples, strict=False):
+        row = {**case.known, "kind": "model", "way": name, "experts": _experts(model)}
         if name == SPARSEKV:
             row["share"] = cpu_share
-        row["ms_per_layer"] = 1e3 * median(seconds) / case.num_layers
-        row["samples"] = [1e3 * s / case.num_layers for s in seconds]
+            row |= region_rates(case, seconds, placed, found[WARM_UP:])
+        else:
+            row |= step_rates(case, seconds, case.kv_bytes, found[WARM_UP:])
         yield row
+
+
+def _experts(model: PreTrainedModel) -> str:
+    """How transformers computes the experts, in all of the models alike."""
+    return str(getattr(model.config, "_experts_implementation", None))
 
 
 class _Decoder:

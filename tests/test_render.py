@@ -60,6 +60,7 @@ def decode() -> list[Row]:
         {**known, **ceilings, "kind": "decode", "way": "sparsekv", "share": share}
         | {"ms_per_layer": ms, "kv_gbs": 1000 / ms, "fraction": 7.0 / ms}
         | {"cpu_gbs": 1000 / ms * share, "h2d_gbs": 1000 / ms * (1 - share)}
+        | ({"exposed_cpu_ms": 1.25} if share else {})
         for share, ms in ((0.0, 20.0), (0.6, 8.0))
     ]
     few = known | {"layers": 4}
@@ -70,8 +71,10 @@ def decode() -> list[Row]:
     steps = {"num_steps": 1000, "share": 0.6, "p50_ms": 30.0, "p99_ms": 31.0, "evicting_ms": 30.5}
     rows.append({**few, **steps, "kind": "steps", "way": "sparsekv"})
     slow = {"way": "pageable source", "share": 0.6, "ms_per_layer": 20.0, "relative_speed": 0.5}
-    rows.append({**few, **slow, "kind": "ablation"})
-    rows.append({**few, "kind": "model", "way": "sparsekv", "share": 0.6, "ms_per_layer": 16.4})
+    rates = {"kv_gbs": 50.0, "cpu_gbs": 30.0, "h2d_gbs": 20.0}
+    rows.append({**few, **slow, **rates, "kind": "ablation"})
+    whole = {"way": "sparsekv", "share": 0.6, "ms_per_layer": 16.4}
+    rows.append({**few, **whole, **rates, "kind": "model"})
     return rows
 
 
@@ -96,14 +99,17 @@ def test_documents_are_as_they_are_rendered(path: Path) -> None:
         ("cpu_attention", "| qwen3, best, 8 threads: times torch's attention | 9 | at least 1.5 |"),
         ("cpu_attention in short", "| abacus, 8 threads | qwen3 | 72.0 (avx512) | 90 % | 8.00 |"),
         ("cpu_gather", "| 1,024 B, threads | memcpy | non-temporal | gather |"),
-        ("decode_attention", "| share 0 | 48 | 20.00 | 50.0 | 0.00 | 50.0 | 130 | 35 % |"),
-        ("decode_attention", "| **share 0.6** | 48 | 8.00 | 125 | 75.0 | 50.0 | 130 | 88 % |"),
+        ("decode_attention", "| share 0 | 48 | 20.00 | 50.0 | 0.00 | 50.0 | 130 | 35 % |  |"),
+        (
+            "decode_attention",
+            "| **share 0.6** | 48 | 8.00 | 125 | 75.0 | 50.0 | 130 | 88 % | 1.25 |",
+        ),
         ("decode_attention", "| DynamicCache, offloaded | 4 | 196.00 | 5.50 |  |  |  |  |"),
         ("decode_attention", "reading 98.0 GB/s, host to GPU 55.0; together 79.0 and 51.0."),
         ("decode_attention", "| sparsekv | 61.5 |"),
         ("decode_attention", "| share 0.6 | 30.00 | 31.00 | 30.50 |"),
-        ("decode_attention", "| pageable source | 0.6 | 20.00 | 0.50 |"),
-        ("decode_attention", "| sparsekv | 4 | 16.40 |"),
+        ("decode_attention", "| pageable source | 0.6 | 20.00 | 50.0 | 30.0 | 20.0 | 0.50 |"),
+        ("decode_attention", "| sparsekv | 4 | 16.40 | 50.0 | 30.0 | 20.0 |"),
         ("decode_attention", "Left out: qwen3, 16 x 32K, model: too little memory"),
         (
             "decode_attention in short",
