@@ -18,7 +18,8 @@ from harness import (
 )
 from test_step import assert_attends
 
-from sparsekv.device import open_accelerator
+from sparsekv.device import CudaAccelerator, open_accelerator
+from sparsekv.engine import attend
 from sparsekv.errors import CapacityError
 from sparsekv.format import KVGeometry, PartitionSpec
 from sparsekv.regions import RegionPool
@@ -234,7 +235,8 @@ def test_chunks_of_16_mib_hold_launches_up_for_milliseconds():
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one pool", "own pools"])
-def test_200_create_use_drop_cycles_are_flat(shared):
+def test_1000_create_use_drop_cycles_are_flat(shared, monkeypatch):
+    """Each is dropped while the device still works for it."""
     cut = PartitionSpec(
         geometry=KVGeometry(num_layers=2, num_kv_heads=4, head_dim=128),
         batch_size=1,
@@ -242,27 +244,46 @@ def test_200_create_use_drop_cycles_are_flat(shared):
     )
     pool = RegionPool() if shared else None
     new = torch.zeros(1, 4, 1030, 128, dtype=torch.bfloat16, device="cuda")
+    query = torch.zeros(1, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
+    registered, real = {}, CudaAccelerator.register
+
+    def register(self, address, num_bytes):
+        real(self, address, num_bytes)
+        registered[address] = num_bytes
+
+    def unregister(self, address, real=CudaAccelerator.unregister):
+        real(self, address)
+        registered.pop(address, None)
+
+    monkeypatch.setattr(CudaAccelerator, "register", register)
+    monkeypatch.setattr(CudaAccelerator, "unregister", unregister)
 
     def cycle():
         cache = build(cut, device="cuda", pool=pool)
         for layer_idx in range(2):
             cache.append(layer_idx, new, new)
             cache.flush(layer_idx)
+            cache.append(layer_idx, new[:, :, :1], new[:, :, :1])
+            attend(cache, layer_idx, query, 0.1)
 
     def state():
+        torch.cuda.synchronize()
         gc.collect()
         lines = Path("/proc/self/maps").read_text().count("\n")
-        return psutil.Process().memory_info().rss, lines, torch.cuda.memory_allocated()
+        rss, allocated = psutil.Process().memory_info().rss, torch.cuda.memory_allocated()
+        return rss, lines, allocated, sum(registered.values())
 
-    for _ in range(10):
+    for _ in range(20):
         cycle()
-    rss, lines, allocated = state()
-    for _ in range(200):
+    rss, lines, allocated, pinned = state()
+    for _ in range(1000):
         cycle()
-    rss_after, lines_after, allocated_after = state()
-    assert rss_after - rss < 16 << 20  # one leaked cycle in ten would be 80 MiB
+    rss_after, lines_after, allocated_after, pinned_after = state()
+    assert rss_after - rss < 16 << 20  # one leaked cycle in a hundred would be 40 MiB
     assert lines_after - lines < 20
     assert allocated_after == allocated
+    assert pinned_after == pinned
+    assert shared or not pinned
     assert works()
 
 
