@@ -12,10 +12,11 @@ INSTALLED := $(VENV)/.installed-for-sparsekv
 EXTRAS := dev,demo,plot,triton
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-models test-sanitizers lint format tables
+.PHONY: help demo test test-slow test-models test-sanitizers test-compute-sanitizer lint format \
+	tables
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 24
 
 demo: $(INSTALLED) ## Answer a long question with a small real model; compare with the unpatched model
 	$(BIN)/sparsekv generate --demo smollm2 --window-size 256 --cpu-share 0.5 \
@@ -67,6 +68,9 @@ build/$(1)/native-tests: $$(NATIVE_SOURCES:%.cpp=build/$(1)/%.o)
 endef
 $(eval $(call SANITIZED,thread))
 $(eval $(call SANITIZED,address))
+
+test-compute-sanitizer: $(INSTALLED) ## Run the GPU kernels under CUDA's compute-sanitizer, if there is one
+	$(BIN)/python tests/kernels/compute_sanitizer.py
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .
