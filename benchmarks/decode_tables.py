@@ -66,13 +66,14 @@ def decode_in_short(results: Sequence[Result]) -> str:
 
 
 def prefill_route(results: Sequence[Result]) -> str:
-    """Milliseconds a layer of each way; targets."""
+    """Milliseconds a layer of each way, and what it takes of the GPU's memory; targets."""
     parts = []
     for result in results:
         parts.append(provenance(result))
         for shape, size, rows in cases(result.rows):
-            lines = [[row["way"], row["layers"], _ms(row)] for row in rows]
-            parts.append(markdown([f"{shape}, {size}", "layers", "ms a layer"], lines))
+            lines = [[row["way"], row["layers"], _ms(row), _gpu_memory(row)] for row in rows]
+            columns = [f"{shape}, {size}", "layers", "ms a layer", "GPU memory at most, GB"]
+            parts.append(markdown(columns, lines))
         parts.append(checks(result))
     return "\n\n".join(parts)
 
@@ -148,6 +149,10 @@ def _left_out(rows: Sequence[Row]) -> Iterator[str]:
             what = row.get("way", row.get("part"))
             share = f", share {row['share']:g}" if "share" in row else ""
             yield f"Left out: {row['shape']}, {row['size']}, {what}{share}: {row['reason']}"
+
+
+def _gpu_memory(row: Row) -> str:
+    return f"{row['gpu_bytes'] / 1e9:.2f}" if "gpu_bytes" in row else ""
 
 
 def _ms(row: Row) -> str:

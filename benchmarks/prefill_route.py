@@ -4,12 +4,14 @@ Layers of the model's sizes read a prompt: projections, causal attention, and ex
 products of the same arithmetic (those that a token activates, side by side), so that the GPU is
 at least as fast as with routed experts. They are timed with and without the append and flush of
 each layer, in turn, until everything is in place; so is attention alone. The first routed
-prefill, which also takes and registers the memory, has a row of its own.
+prefill, which also takes and registers the memory, has a row of its own. What a pass takes of the
+GPU's memory at most is noted for the first plain and the first routed one.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.command import Report, finish, parser, print_table
 from benchmarks.decode_case import Case
-from benchmarks.decode_rounds import attending_threads, seconds_of, take_turns
+from benchmarks.decode_rounds import attending_threads, take_turns
 from benchmarks.decode_ways import AttentionModule, attend_by_sdpa
 from benchmarks.results import Check, Row
 from sparsekv import CacheConfig, InplaceKVCache
@@ -145,8 +147,11 @@ def measure_case(case: Case, width: Width, rounds: int) -> Iterator[Row]:
         ATTENTION_ROUTED: routed(prompt.attention),
     }
     with torch.no_grad():
-        prompt.layers(None)
-        samples = {FIRST: [seconds_of(steps[LAYER_ROUTED], case.device)]}
+        prompt.layers(None)  # before anything counts
+        peaks = {LAYER: _peak_bytes(steps[LAYER], case.device)}
+        start = time.perf_counter()
+        peaks[FIRST] = _peak_bytes(steps[LAYER_ROUTED], case.device)
+        samples = {FIRST: [time.perf_counter() - start]}
         turns = take_turns(list(steps.values()), case.device, rounds, _WARM_UP)
         samples |= dict(zip(steps, turns, strict=True))
     for way, seconds in samples.items():
@@ -157,7 +162,21 @@ def measure_case(case: Case, width: Width, rounds: int) -> Iterator[Row]:
             "kv_bytes_per_layer": case.kv_bytes // case.num_layers,
             "ms_per_layer": 1e3 * median(seconds) / case.num_layers,
             "samples": [1e3 * s / case.num_layers for s in seconds],
+            **({"gpu_bytes": peaks[way]} if peaks.get(way) else {}),
         }
+
+
+def _peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Bytes on the GPU that a step took at most, beside what was there; 0 without CUDA."""
+    if device.type != "cuda":
+        step()
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:

@@ -115,7 +115,7 @@ def test_documents_are_as_they_are_rendered(path: Path) -> None:
             "decode_attention in short",
             "| abacus | qwen3, 16 x 32K | 0.6 | 8.00 | 125 | 88 % | 24.5 |",
         ),
-        ("prefill_route", "| layer, routed | 48 | 40.20 |"),
+        ("prefill_route", "| layer, routed | 48 | 40.20 |  |"),
         ("prefill_route", "part of a layer's prefill | 0.005 | at most 0.01 | yes |"),
         ("cpu_gather", "| 2 | 10.0 | 15.0 | 12.3 (82 %) |"),
     ],
