@@ -220,6 +220,18 @@ def test_what_is_loaded_ahead_has_arrived_before(window_size):
     twin.check()
 
 
+def test_few_layers_of_a_prompt_wait_for_their_copies():
+    """Those that wait keep their keys and values, and the caller may be a whole prompt ahead."""
+    with accelerators(LateAccelerator):
+        cache = build(spec(geometry(num_layers=12)), share=0)
+    operations, waiting = cache._outbox.stream._operations, []
+    for layer_idx in range(12):
+        cache.append(layer_idx, *new_tokens(cache, 40))
+        cache.flush(layer_idx)
+        waiting.append(len(operations))
+    assert max(waiting) <= 2 * waiting[0]
+
+
 def _crop(twin, num_tokens):
     twin.cache.crop(num_tokens)
     twin.apply(lambda tensor: tensor[:, :, :num_tokens])

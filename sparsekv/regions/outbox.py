@@ -8,6 +8,7 @@ copy. Copies only.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,10 @@ from sparsekv.regions.window import Window, window_shape
 
 _MOST_BOUNCES = 4
 """Windows that may wait for the host: enough for it to work while the next ones are copied."""
+_MOST_BEHIND = 2
+"""Layers of a prompt that may wait for their copies, and keep their keys and values meanwhile: the
+accelerator always has one more to compute, however long the caller waits for the one before it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class Outbox:
         self._is_whole = False
         """Whether no more buffers are to be made for the ring."""
         self._turn = 0
+        self._behind: deque[Event] = deque()
 
     def is_ready(self, num_rows: int) -> bool:
         """Whether `prepare` has nothing to do."""
@@ -115,7 +121,12 @@ class Outbox:
         self.stream.wait(self._accelerator.current_stream().record())
 
     def new_window(self, num_rows: int) -> Window:
-        """Accelerator memory to lay out segments in, on this stream, before they are sent."""
+        """Accelerator memory to lay out segments of a prompt in, on this stream, before they are
+        sent. Returns when what was sent for all but the last such window has left the accelerator.
+        """
+        self._behind.append(self.stream.record())
+        if len(self._behind) == _MOST_BEHIND:
+            self._behind.popleft().synchronize()
         return Window(self._accelerator, self._spec, num_rows)
 
     def send(self, source: Tensor, targets: Sequence[tuple[Tensor, bool]]) -> None:
