@@ -73,10 +73,9 @@ def test_threads_generating_at_once_get_the_answers_of_one(
     def work(which: int) -> None:
         try:
             with torch.cuda.stream(torch.cuda.Stream()) if is_own else nullcontext():
-                for _ in range(2):
-                    got = model.generate(prompts[which], **OPTIONS)
-                    if not torch.equal(got, expected[which]):
-                        failures.append((which, got.tolist(), expected[which].tolist()))
+                got = model.generate(prompts[which], **OPTIONS)
+                if not torch.equal(got, expected[which]):
+                    failures.append((which, got.tolist(), expected[which].tolist()))
         except BaseException as error:
             failures.append(error)
 
@@ -108,7 +107,7 @@ def ctrl_c_after(seconds: float) -> Iterator[None]:
 def test_ctrl_c_at_any_moment_leaves_device_and_model_in_order(
     make_patched: Callable[..., Any], device: str, share: float
 ) -> None:
-    num_points = 20 if device == "cuda" else 5
+    num_points = 12 if device == "cuda" else 5
     plain = build("qwen3_moe").to(device)
     model = make_patched("qwen3_moe", cpu_share=share).model.to(device)
     prompt = random_ids(3, 17, seed=0).to(device)
@@ -154,7 +153,7 @@ def test_caches_that_are_made_used_and_dropped_leave_nothing(
     make_patched: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is dropped while the device still works for it: nobody waits in between."""
-    num_cycles = 200 if device == "cuda" else 30
+    num_cycles = 100 if device == "cuda" else 30
     found = registered(monkeypatch)
     patched = make_patched("llama", cpu_share=0.5)
     model, prompt = patched.model.to(device), random_ids(3, 30, seed=0).to(device)
