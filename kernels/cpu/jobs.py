@@ -45,9 +45,10 @@ __all__ = [
 _NO_THREAD = 8
 _SLICE_SECONDS = 0.05  # Python looks for signals between waits of this length
 
-# Tensors that jobs use, by number of the job; they leave only after the library has said that the
-# job ended, whatever interrupts Python meanwhile.
-_in_use: dict[int, tuple[Tensor, ...]] = {}
+# Tensors that jobs use, with the room for the library's number, which is 0 until there is a job.
+# They are here before the library has them, and leave only after it has said that the job ended,
+# whatever interrupts Python meanwhile.
+_in_use: dict[int, tuple[Any, ...]] = {}
 
 
 class JobStatus(enum.IntEnum):
@@ -114,12 +115,19 @@ class Job:
     """
 
     def __init__(
-        self, number: int, results: tuple[Tensor, ...], error_of: Callable[[int], SparseKVError]
+        self,
+        room: ctypes.c_int64,
+        results: tuple[Tensor, ...],
+        error_of: Callable[[int], SparseKVError],
     ) -> None:
-        self._number = number
+        self._room = room
         self._results = results
         self._error_of = error_of
-        weakref.finalize(self, _release, number)
+        self.drop = weakref.finalize(self, _release, room)
+
+    @property
+    def _number(self) -> int:
+        return self._room.value
 
     @property
     def status(self) -> JobStatus:
@@ -307,13 +315,21 @@ def start(
         SparseKVError: it makes none.
     """
     number = ctypes.c_int64()
-    code = submit(ctypes.byref(signal), ctypes.byref(number))
-    if code == _NO_THREAD:
-        raise CapacityError("the system grants no thread to run jobs: allow more, or end others")
-    if code != 0:
-        raise error_of(code)
-    _in_use[number.value] = (*results, *uses)
-    return Job(number.value, results, error_of)
+    _in_use[id(number)] = (number, *results, *uses)
+    job = Job(number, results, error_of)
+    try:
+        # Ctrl-C may strike when the library has the job, and before Python knows what it returned.
+        code = submit(ctypes.byref(signal), ctypes.byref(number))
+        if code == _NO_THREAD:
+            raise CapacityError(
+                "the system grants no thread to run jobs: allow more, or end others"
+            )
+        if code != 0:
+            raise error_of(code)
+    except BaseException:
+        job.drop()
+        raise
+    return job
 
 
 def _signal(
@@ -328,10 +344,11 @@ def _signal(
     )
 
 
-def _release(number: int) -> None:
-    # One call cancels, waits and forgets: nothing can come between.
-    job_library().sparsekv_job_release(number)
-    _in_use.pop(number, None)
+def _release(room: ctypes.c_int64) -> None:
+    if room.value:
+        # One call cancels, waits and forgets: nothing can come between.
+        job_library().sparsekv_job_release(room.value)
+    _in_use.pop(id(room), None)
 
 
 def job_library() -> Any:

@@ -21,6 +21,7 @@ from sparsekv.kernels.cpu.jobs import (
     Flag,
     Job,
     JobStatus,
+    _in_use,
     cancel_jobs,
     submit_copy,
     submit_partial_attention,
@@ -573,3 +574,20 @@ def test_a_segment_is_copied_once_its_flag_is_set(num_threads: int) -> None:
     assert (memory == POISON).sum() == memory.numel() - out.numel()
     with pytest.raises(LayoutError, match="must be equal"):
         submit_copy(source, out[:2])
+
+
+def test_a_job_that_ctrl_c_takes_from_python_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It strikes when the library has the job, and before Python knows what the call returned."""
+    native, words = library.native_library(), Words(1)
+    submit = native.sparsekv_submit_partial_attention
+
+    def struck(*arguments: Any) -> None:
+        submit(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "sparsekv_submit_partial_attention", struck)
+    before = len(_in_use)
+    with pytest.raises(KeyboardInterrupt):
+        words.submit(0)
+    assert words.status(0).value == JobStatus.CANCELLED
+    assert len(_in_use) == before
