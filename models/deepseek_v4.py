@@ -36,6 +36,11 @@ class Adapter:
 
     def check(self, model: Any, config: CacheConfig) -> None:
         """Raise before anything is touched if the model and the settings do not go together."""
+        if config.elastic:
+            raise UnsupportedModelError(
+                f"elastic=True for {type(model).__name__}: its selected entries are attended where "
+                "they are placed; leave it False"
+            )
         config.entry_spec(compressed_geometry(model.config, model.dtype, config.entry_format), 1)
 
     def install(self, model: Any, journal: AttributeJournal) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sparsekv.cache import InplaceKVCache
 from sparsekv.engine.config import CacheConfig
 from sparsekv.errors import CacheStateError, CapacityError
-from sparsekv.format import KVGeometry
+from sparsekv.format import KVGeometry, PartitionSpec
 from sparsekv.models.registry import geometry_from_config
 from sparsekv.regions import RegionPool
 
@@ -165,9 +165,7 @@ class RegionStore:
         model = self.owner.model
         geometry = geometry_from_config(model.config, model.dtype)
         # The file brings its own number of rows.
-        cache = InplaceKVCache(
-            self.config.spec(geometry, 1), model.device, self.config.router(), pool=self.owner.pool
-        )
+        cache = self._new_cache(self.config.spec(geometry, 1), model.device)
         cache.load(path)
         self.cache = cache
 
@@ -189,11 +187,19 @@ class RegionStore:
             head_dim_v=value.shape[3],
             dtype=key.dtype,
         )
-        spec = self.config.spec(geometry, key.shape[0])
-        cache = InplaceKVCache(spec, key.device, self.config.router(), pool=self.owner.pool)
+        cache = self._new_cache(self.config.spec(geometry, key.shape[0]), key.device)
         if self._reserved[0]:
             cache.reserve(*self._reserved)
         self.cache = cache
+
+    def _new_cache(self, spec: PartitionSpec, device: torch.device) -> InplaceKVCache:
+        return InplaceKVCache(
+            spec,
+            device,
+            self.config.router(),
+            pool=self.owner.pool,
+            step_share=self.config.step_share,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionStore:
         twin = RegionStore(self.owner, self.config, self.num_layers)

@@ -48,6 +48,7 @@ from sparsekv.regions import (
     evict,
 )
 from sparsekv.regions.ahead import grant, release, wanted_room
+from sparsekv.regions.lending import check_step_share, num_lent
 from sparsekv.regions.memory import available_bytes, check_available
 from sparsekv.regions.pace import Pace
 from sparsekv.regions.registration import RegistrationRefused
@@ -71,8 +72,10 @@ class InplaceKVCache:
         device: the accelerator: "cuda", "cuda:<index>", or "cpu" for the simulated one.
         router: decides the region of each segment; half to each side if None.
         pool: where host memory comes from and returns to; one of its own if None.
+        step_share: part of the placed tokens that the CPU attends to in each step; it borrows
+            pinned segments for what is not unpinned. None: it attends to what is unpinned.
     Raises:
-        LayoutError: no such device.
+        LayoutError: no such device, or no such share.
 
     Not thread-safe: one cache serves one sequence batch at a time. A forked child gets
     CacheStateError.
@@ -85,6 +88,7 @@ class InplaceKVCache:
         router: ShareRouter | None = None,
         *,
         pool: RegionPool | None = None,
+        step_share: float | None = None,
     ) -> None:
         self.spec = spec
         self.accelerator = open_accelerator(device)
@@ -100,7 +104,9 @@ class InplaceKVCache:
         self._pool = RegionPool() if pool is None else pool
         self._pid = os.getpid()
         self._closed: str | None = None
+        self._borrowed_bytes = 0
         self._start(spec.batch_size)
+        self.step_share = step_share
 
     def _start(self, batch_size: int) -> None:
         layers, windows = self._new_layers(), self._new_windows(batch_size)
@@ -199,26 +205,73 @@ class InplaceKVCache:
         return LayerViews(window=tuple(parts), unpinned=unpinned, pinned=pinned)
 
     def parts(self, layer_idx: int) -> LayerParts | None:
-        """The layer's regions, each whole; None while tokens wait that overflow the window. Valid
-        as `views` are.
+        """The layer's regions, each whole, by who attends to them as in `step_views`; None while
+        tokens wait that overflow the window. Valid as `views` are.
         """
         layer = self._layer(layer_idx)
         layer.settle()
         progress = layer.progress
         if progress.pending is not None:
             return None
-        unpinned, pinned = layer.host_views(self._placement)
+        readers = layer.readers(self._placement, self._step_share)
         return LayerParts(
-            self._windows[layer_idx], progress.fill, layer.num_tokens, unpinned, pinned
+            self._windows[layer_idx],
+            progress.fill,
+            layer.num_tokens,
+            readers.cpu,
+            readers.accelerator,
         )
 
+    @property
+    def step_share(self) -> float | None:
+        """Part of the placed tokens that the CPU attends to in each step, to the nearest segment:
+        what is unpinned, and as many pinned segments as are missing, which it borrows where they
+        lie. None: what is unpinned.
+
+        It may be set between any two steps; a share from `router.marginal_share` to 1, since what
+        is unpinned is not lent to the accelerator.
+
+        Raises:
+            LayoutError: a share outside of that.
+            CacheStateError: set inside a step: all layers of a step borrow the same segments.
+        """
+        return self._step_share
+
+    @step_share.setter
+    def step_share(self, share: float | None) -> None:
+        check_step_share(share, self.router.marginal_share)
+        if not self.is_complete:
+            raise CacheStateError(
+                f"step_share={share!r} in the middle of a step: all its layers borrow the same "
+                f"segments, so set it between steps; {self._incomplete_message()}"
+            )
+        self._step_share = share
+
+    def step_views(self, layer_idx: int) -> LayerViews:
+        """`views` by who attends to them in a step: pinned segments that the CPU borrows stand
+        among the unpinned ones. Their bytes are there, as those of all others are: `views` has
+        waited for them.
+        """
+        views = self.views(layer_idx)
+        readers = self._layers[layer_idx].readers(self._placement, self._step_share)
+        if not readers.num_borrowed:
+            return views
+        return replace(views, unpinned=readers.cpu, pinned=readers.accelerator)
+
+    def count_borrowed(self, layer_idx: int) -> None:
+        """Count what the CPU borrows of a layer as read in a step, before `flush`."""
+        readers = self._layers[layer_idx].readers(self._placement, self._step_share)
+        if readers.num_borrowed:
+            per_token = self.batch_size * self.spec.geometry.bytes_per_token_per_layer
+            self._borrowed_bytes += readers.num_borrowed * per_token
+
     def pinned_ahead(self, layer_idx: int) -> tuple[tuple[KVView, ...], Event | None]:
-        """The pinned views of a layer, before `views` is asked for them, and the event after which
-        their bytes are there; None: they are.
+        """The pinned views of a layer, before `step_views` is asked for them, and the event after
+        which their bytes are there; None: they are.
         """
         layer = self._layer(layer_idx)
-        _, pinned = layer.host_views(self._placement)
-        return pinned, None if layer.arrival is None else layer.arrival.copied
+        readers = layer.readers(self._placement, self._step_share)
+        return readers.accelerator, None if layer.arrival is None else layer.arrival.copied
 
     def stats(self) -> CacheStats:
         """Tokens and bytes of each region."""
@@ -226,11 +279,11 @@ class InplaceKVCache:
         placed = self._placement.places[
             : min(layer.progress.num_segments for layer in self._layers)
         ]
-        counts = {
-            name: sum(p.region == name for p in placed) * self.spec.segment_tokens
-            for name in ("unpinned", "pinned")
-        }
-        num_placed = sum(counts.values())
+        num_unpinned = sum(place.region == "unpinned" for place in placed)
+        num_pinned = len(placed) - num_unpinned
+        num_attended = num_unpinned + num_lent(num_unpinned, num_pinned, self._step_share)
+        size = self.spec.segment_tokens
+        counts = {"unpinned": num_unpinned * size, "pinned": num_pinned * size}
         per_window = self.spec.window_size * geometry.bytes_per_token_per_layer * self.batch_size
         buffer_bytes = self.registrar.buffer_bytes
 
@@ -248,9 +301,15 @@ class InplaceKVCache:
         return CacheStats(
             num_tokens=num_tokens,
             batch_size=self.batch_size,
-            cpu_share=counts["unpinned"] / num_placed if num_placed else 0.0,
+            cpu_share=num_attended / len(placed) if placed else 0.0,
+            placed_share=num_unpinned / len(placed) if placed else 0.0,
             regions=(
-                region("window", "GPU", num_tokens - num_placed, geometry.num_layers * per_window),
+                region(
+                    "window",
+                    "GPU",
+                    num_tokens - len(placed) * size,
+                    geometry.num_layers * per_window,
+                ),
                 region("ping-pong", "GPU", 0, self.ping_pong.num_bytes),
                 *(
                     region(
@@ -264,6 +323,7 @@ class InplaceKVCache:
             ),
             h2d_bytes=self.accelerator.h2d_bytes,
             d2h_bytes=self.accelerator.d2h_bytes,
+            borrowed_bytes=self._borrowed_bytes,
             buffer_bytes=buffer_bytes,
             registered_bytes=buffer_bytes
             + sum(layer.pinned.registered_bytes for layer in self._layers),
@@ -666,7 +726,7 @@ class InplaceKVCache:
         other = InplaceKVCache(self.spec, self.device, copy.copy(self.router), pool=self._pool)
         memo[id(self)] = other
         other._placement = self._placement.copy()
-        other.router.error = self.router.error
+        other.router.error, other._step_share = self.router.error, self._step_share
         other._layers, other._windows = other._new_layers(), other._new_windows(self.batch_size)
         needed = sum(stack.used_bytes for layer in self._layers for stack in layer.stacks.values())
         self._check_memory(needed, "a copy of this cache")

@@ -158,11 +158,11 @@ def plan_memory(
     """
     if isinstance(geometry, KVGeometry):
         spec = config.spec(geometry, batch_size)
-        footprint = spec.footprint(num_tokens, config.cpu_share)
+        footprint = spec.footprint(num_tokens, config.placed_share)
         return RegionPlan(geometry=geometry, footprint=footprint)
     spec = config.entry_spec(geometry, batch_size)
     return CompressedPlan(
         geometry=geometry,
         kinds=tuple(k for k in geometry.footprint(num_tokens, batch_size) if k.num_layers),
-        pool=spec.footprint(num_tokens // geometry.csa_ratio, config.cpu_share),
+        pool=spec.footprint(num_tokens // geometry.csa_ratio, config.placed_share),
     )

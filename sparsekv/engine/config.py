@@ -15,6 +15,8 @@ _RUN_OF_ENTRIES = 8
 """Neighbouring entries are often selected together: runs this short keep a selection's split near
 the share.
 """
+_ELASTIC_ROOM = 0.1
+"""How far below `cpu_share` a step's share may go, where it can be elastic."""
 _MIN_PING_PONG_TOKENS = 512
 _MIN_PING_PONG_BYTES = 8 << 20
 """Below this a transfer over PCIe does not reach its full rate (arXiv:2609.14507, section 2: 25.4
@@ -33,6 +35,10 @@ class CacheConfig:
 
     cpu_share: float = 0.5
     """Part of the placed tokens that the CPU attends to; the rest is streamed to the GPU."""
+    elastic: bool = False
+    """Place less than `cpu_share` unpinned, and let the CPU borrow pinned tokens for the rest in
+    each step: `InplaceKVCache.step_share`, which then begins as `cpu_share`, may be changed.
+    """
     window_size: int = 256
     """Newest tokens on the GPU, and the unit in which they leave it."""
     block_size: int = 64
@@ -52,6 +58,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_share("cpu_share", self.cpu_share)
+        if not isinstance(self.elastic, bool):
+            raise LayoutError(f"elastic={self.elastic!r}: must be True or False")
         if self.entry_format not in ("native", "packed"):
             raise LayoutError(
                 f"entry_format={self.entry_format!r}: must be 'native' (the model's dtype) or "
@@ -87,9 +95,20 @@ class CacheConfig:
             segment_size=math.gcd(self.window_size, _RUN_OF_ENTRIES),
         )
 
+    @property
+    def placed_share(self) -> float:
+        """Part of the segments that is placed unpinned."""
+        share = self.cpu_share
+        return max(share - _ELASTIC_ROOM, share / 2) if self.elastic else share
+
+    @property
+    def step_share(self) -> float | None:
+        """Where a cache's `step_share` begins."""
+        return self.cpu_share if self.elastic else None
+
     def router(self) -> ShareRouter:
-        """A router that starts at, and keeps to, `cpu_share`."""
-        return ShareRouter(self.cpu_share)
+        """A router that starts at, and keeps to, `placed_share`."""
+        return ShareRouter(self.placed_share)
 
     def _ping_pong_tokens(self, geometry: KVGeometry, batch_size: int) -> int:
         if self.ping_pong_tokens is not None:

@@ -24,9 +24,10 @@ def attend(
 ) -> Tensor:
     """Attend to everything a layer holds, then let its full segments leave the window.
 
-    The unpinned region is attended where it lies, by the CPU; the pinned one where it lies too, by
-    the accelerator, or, where that would read it more than once, through the ping-pong buffers; the
-    window, and tokens just appended, where they are.
+    The unpinned region is attended where it lies, by the CPU, and so is what the CPU borrows of the
+    pinned one; the rest of that where it lies too, by the accelerator, or, where that would read it
+    more than once, through the ping-pong buffers; the window, and tokens just appended, where they
+    are.
 
     Args:
         query: (batch, num_heads, num_queries, head_dim): the last tokens appended, in order.
@@ -50,13 +51,14 @@ def attend(
     if out is None:
         out, _ = split_attention(
             query,
-            cache.views(layer_idx),
+            cache.step_views(layer_idx),
             softmax_scale,
             key_mask=key_mask,
             mask=mask,
             load=partial(_as_they_lie, cache) if is_in_place else _streamed(cache, layer_idx),
             host=companion.host,
         )
+    cache.count_borrowed(layer_idx)
     cache.flush(layer_idx)
     cache.register_ahead(layer_idx)
     return out

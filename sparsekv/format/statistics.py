@@ -34,11 +34,15 @@ class CacheStats:
     batch_size: int
     cpu_share: float
     """Part of the placed tokens that the CPU attends to; 0.0 while none is placed."""
+    placed_share: float
+    """Part of them that is unpinned; the rest of `cpu_share` is borrowed from the pinned region."""
     regions: tuple[RegionStats, ...]
     h2d_bytes: int
     """Bytes copied from host memory to the accelerator so far."""
     d2h_bytes: int
     """Bytes copied from the accelerator to host memory so far."""
+    borrowed_bytes: int
+    """Bytes of the pinned region to which the CPU has attended so far."""
     buffer_bytes: int
     """Host memory, in no region, through which evicted windows, queries and results pass."""
     registered_bytes: int
@@ -83,11 +87,14 @@ class CacheStats:
                 ""
                 f"{region.name:<10}{region.memory:>8}{region.tokens:>10,}{size:>12,.2f}{region.share:>8.1%}"
             )
-        lines.append(
+        line = (
             f"{self.num_tokens:,} tokens x {self.batch_size} rows, CPU share of placed tokens "
             f"{self.cpu_share:.1%}"
         )
-        lines.append(self.host_summary)
+        if self.cpu_share > self.placed_share:
+            borrowed = self.cpu_share - self.placed_share
+            line += f" ({self.placed_share:.1%} unpinned, {borrowed:.1%} borrowed)"
+        lines += [line, self.host_summary]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, object]:

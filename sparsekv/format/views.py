@@ -37,6 +37,13 @@ class KVView:
         """Logical rows."""
         return self.key.shape[1] if self.row_table is None else self.row_table.shape[1]
 
+    def segments(self, first: int, last: int) -> KVView:
+        """The segments from `first` on, before `last`."""
+        table = None if self.row_table is None else self.row_table[first:last]
+        return KVView(
+            self.key[first:last], self.value[first:last], self.positions[first:last], table
+        )
+
     def to(self, device: torch.device) -> KVView:
         """The same view with keys and values on `device` (itself if they are there already)."""
         if self.key.device == device:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparsekv.format import KVView, PartitionSpec, Placement
+from sparsekv.regions.lending import HostViews, Readers, lend
 from sparsekv.regions.outbox import Arrival
 from sparsekv.regions.pace import Pace
 from sparsekv.regions.pinned import PinnedStack
@@ -14,9 +15,6 @@ from sparsekv.regions.pool import RegionPool
 from sparsekv.regions.registration import Registrar
 from sparsekv.regions.stack import SegmentStack
 from sparsekv.regions.window import Window
-
-HostViews = tuple[tuple[KVView, ...], tuple[KVView, ...]]
-"""Of the unpinned stack, and of the pinned one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +82,7 @@ class LayerStore:
         self.arrival: Arrival | None = None
         """When the segments placed last will lie in their slots; None: all do."""
         self._shown: _Shown | None = None
+        self._readers: tuple[HostViews, float | None, Readers] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +121,17 @@ class LayerStore:
         assert pinned is not None
         self._shown = _Shown(placement, num_segments, counts, (unpinned, pinned))
         return self._shown.views
+
+    def readers(self, placement: Placement, cpu_share: float | None) -> Readers:
+        """Who attends to which of these views in a step, made again likewise.
+
+        Args:
+            cpu_share: part of the placed tokens that the CPU attends to; None: what is unpinned.
+        """
+        views, known = self.host_views(placement), self._readers
+        if known is None or known[0] is not views or known[1] != cpu_share:
+            self._readers = known = (views, cpu_share, lend(views, cpu_share))
+        return known[2]
 
     def _views(self, region: str, segments: list[int], placement: Placement) -> tuple[KVView, ...]:
         positions = [i * self._segment_size for i in segments]

@@ -41,10 +41,5 @@ def _chunks(ping_pong: PingPong, views: tuple[KVView, ...], after: Event | None)
     size, index = ping_pong.segments_per_chunk, 0
     for view in views:
         for first in range(0, view.key.shape[0], size):
-            yield Chunk(views, index, _slots(view, first, first + size), after)
+            yield Chunk(views, index, view.segments(first, first + size), after)
             index += 1
-
-
-def _slots(view: KVView, first: int, last: int) -> KVView:
-    table = None if view.row_table is None else view.row_table[first:last]
-    return KVView(view.key[first:last], view.value[first:last], view.positions[first:last], table)

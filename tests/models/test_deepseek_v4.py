@@ -556,6 +556,8 @@ def test_what_patch_refuses() -> None:
     model = zoo.build()
     with pytest.raises(LayoutError, match="512"):
         sparsekv.patch(model, zoo.small_config(entry_format="packed"))
+    with pytest.raises(UnsupportedModelError, match="elastic"):
+        sparsekv.patch(model, zoo.small_config(elastic=True))
     no_csa = zoo.randomized(zoo.tiny_config(layer_types=[zoo.SLIDING, zoo.HCA]))
     with pytest.raises(UnsupportedModelError, match=zoo.CSA):
         sparsekv.patch(no_csa, zoo.small_config())
