@@ -3,8 +3,9 @@
 For each model, batch and context: milliseconds a layer at several shares of the CPU, from 0
 (everything is streamed to the GPU) to 1 (the CPU attends to everything), beside the ceilings of
 memory and bus in the same rounds, and transformers' DynamicCache on the GPU and offloaded. At
-Qwen3's 16 x 32K also: the step over a short context, a thousand steps one after the other, the step
-with one of its parts replaced, and a whole model of random weights.
+Qwen3's 16 x 32K also: shares that the CPU reaches by borrowing, the step over a short context, a
+thousand steps one after the other, the step with one of its parts replaced, and a whole model of
+random weights.
 
 The accelerator is simulated where there is no CUDA; then only --quick is of use.
 """
@@ -24,14 +25,16 @@ from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_checks import best, checks
 from benchmarks.decode_rounds import StepCeilings, attending_threads
 from benchmarks.decode_steps import short, steps
-from benchmarks.decode_sweep import baselines, sweep, unless_memory_is_short
+from benchmarks.decode_sweep import baselines, borrowing, sweep, unless_memory_is_short
 from benchmarks.results import Row
 from benchmarks.whole_model import model_rows
 
-PARTS = ("sweep", "baselines", "short", "steps", "ablations", "model")
+PARTS = ("sweep", "baselines", "borrowing", "short", "steps", "ablations", "model")
 _SHARES = (0.0, 0.6, 0.65, 0.7, 0.75, 1.0)
 _USUAL_SHARE = 0.7
 """For the parts that need one share, where no sweep tells the best."""
+_PLACED, _BORROWED_SHARES = 0.5, (0.5, 0.6, 0.7, 0.8, 0.9)
+"""One placement, and the shares of the steps over it."""
 
 _MODEL_LAYERS = 8
 
@@ -150,6 +153,7 @@ def _measure_part(
     measures: dict[str, Callable[[], Iterable[Row]]] = {
         "sweep": lambda: sweep(case, arguments.shares or point.shares, rounds, ceilings),
         "baselines": lambda: baselines(few, rounds, ceilings),
+        "borrowing": lambda: borrowing(case, _PLACED, _BORROWED_SHARES, rounds, ceilings),
         "short": lambda: short(case, sizes.short_rounds),
         "steps": lambda: steps(case, share, sizes.num_steps),
         "ablations": lambda: ablations(case, share, rounds, ceilings),

@@ -1,4 +1,6 @@
-"""Decode steps of all layers: the library at several shares, and transformers' caches."""
+"""Decode steps of all layers: the library at several shares, placed or borrowed, and transformers'
+caches.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,18 @@ def sweep(
         known = {**case.known, "kind": "decode", "way": SPARSEKV, "share": share}
         measure = partial(_region_row, known, case, rounds, ceilings)
         yield from unless_memory_is_short(known, measure)
+
+
+def borrowing(
+    case: Case, placed: float, shares: Sequence[float], rounds: int, ceilings: StepCeilings
+) -> Iterator[Row]:
+    """A row for each share of a step, all over one cache that was placed at the share `placed`: for
+    the rest the CPU borrows. As fast as placing them, if it reads pinned memory as it does other.
+    """
+    way_name = f"{SPARSEKV}, placed at {placed:g}"
+    known = {**case.known, "kind": "borrowing", "way": way_name, "placed": placed}
+    measure = partial(_borrowing_rows, known, case, shares, rounds, ceilings)
+    yield from unless_memory_is_short(known, measure)
 
 
 def baselines(case: Case, rounds: int, ceilings: StepCeilings) -> Iterator[Row]:
@@ -78,15 +92,32 @@ def _region_row(known: Row, case: Case, rounds: int, ceilings: StepCeilings) -> 
     way = RegionDecode(case, known["share"], WARM_UP + rounds + _WATCHED)
     synchronize(case.device)
     fill_seconds = time.perf_counter() - start
+    yield known | _by_engine(way, case, rounds, ceilings) | {"fill_seconds": fill_seconds}
+
+
+def _borrowing_rows(
+    known: Row, case: Case, shares: Sequence[float], rounds: int, ceilings: StepCeilings
+) -> Iterator[Row]:
+    way = RegionDecode(case, known["placed"], len(shares) * (WARM_UP + rounds + _WATCHED))
+    for share in shares:
+        way.cache.step_share = share
+        yield known | {"share": share} | _by_engine(way, case, rounds, ceilings)
+
+
+def _by_engine(way: RegionDecode, case: Case, rounds: int, ceilings: StepCeilings) -> Row:
+    """Steps at the cache's share, and what each engine reads of the placed bytes in them."""
     _warm_up(way, case)
-    before, placed = way.cache.stats().h2d_bytes, way.placed_bytes()
+    before, placed = way.cache.stats(), way.placed_bytes()
     seconds, found = _in_turn(way, case, rounds, ceilings)
     stats = way.cache.stats()
-    row = known | region_rates(case, seconds, placed, found)
-    row["h2d_bytes_per_step"] = (stats.h2d_bytes - before) / rounds
-    row["placed_share"] = stats.cpu_share
-    row["fill_seconds"] = fill_seconds
-    yield row | _exposed(way, case)
+    borrowed = (stats.borrowed_bytes - before.borrowed_bytes) // rounds
+    read = {"unpinned": placed["unpinned"] + borrowed, "pinned": placed["pinned"] - borrowed}
+    row = region_rates(case, seconds, read, found)
+    row["borrowed_bytes_per_step"] = borrowed
+    row["h2d_bytes_per_step"] = (stats.h2d_bytes - before.h2d_bytes) / rounds
+    row["placed_share"] = stats.placed_share
+    row["share_in_use"] = stats.cpu_share
+    return row | _exposed(way, case)
 
 
 def _warm_up(way: DecodeWay, case: Case) -> None:

@@ -24,7 +24,7 @@ def decode_attention(results: Sequence[Result]) -> str:
     for result in results:
         parts.append(provenance(result))
         for shape, size, rows in cases(result.rows):
-            for table in (_sweep, _short, _steps, _ablations, _model):
+            for table in (_sweep, _borrowing, _short, _steps, _ablations, _model):
                 parts += table(f"{shape}, {size}", rows)
         parts += _left_out(result.rows)
         parts.append(checks(result))
@@ -98,6 +98,22 @@ def _sweep(title: str, rows: Sequence[Row]) -> Iterator[str]:
             f"{rate(fastest['ceiling_both_read_gbs'])} and "
             f"{rate(fastest['ceiling_both_h2d_gbs'])}."
         )
+
+
+def _borrowing(title: str, rows: Sequence[Row]) -> Iterator[str]:
+    """Beside the rows of the same shares without borrowing, where the sweep has them."""
+    placed = {row["share"]: row for row in rows if row["kind"] == "decode" and "share" in row}
+    borrowing = [row for row in rows if row["kind"] == "borrowing"]
+    lines = []
+    for row in borrowing:
+        rates = [rate(row[key]) if key in row else "" for key in _SWEEP]
+        same = placed.get(row["share"])
+        beside = ["", ""] if same is None else [_ms(same), _fraction(same)]
+        lines.append([f"share {row['share']:g}", _ms(row), *rates, _fraction(row), *beside])
+    if lines:
+        first = f"{title}, placed at {borrowing[0]['placed']:g}"
+        columns = [first, "ms a layer", *_SWEEP.values(), "fraction"]
+        yield markdown([*columns, "placed at that share, ms a layer", "fraction"], lines)
 
 
 def _short(title: str, rows: Sequence[Row]) -> Iterator[str]:

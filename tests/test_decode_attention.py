@@ -32,7 +32,7 @@ from benchmarks.decode_case import Case
 from benchmarks.decode_checks import best, checks
 from benchmarks.decode_rates import awaited_flags
 from benchmarks.decode_rounds import StepCeilings, take_turns
-from benchmarks.decode_sweep import sweep, unless_memory_is_short
+from benchmarks.decode_sweep import borrowing, sweep, unless_memory_is_short
 from benchmarks.decode_ways import DecodeWay, DynamicDecode, PlainDecode, RegionDecode
 from benchmarks.results import Row, load_result
 from sparsekv.device import CudaStream
@@ -148,6 +148,20 @@ def test_rates_are_bytes_by_time(ceilings: StepCeilings) -> None:
     assert row["h2d_bytes_per_step"] == pytest.approx(3 * case.kv_bytes / 4, rel=0.02)
 
 
+def test_a_step_that_borrows_reads_the_same_bytes_by_the_other_engine(
+    ceilings: StepCeilings,
+) -> None:
+    case = case_of("qwen3", context=4 * 256)
+    placed, lent = borrowing(case, 0.25, [0.25, 0.75], rounds=1, ceilings=ceilings)
+    for row, share in ((placed, 0.25), (lent, 0.75)):
+        assert (row["placed_share"], row["share_in_use"]) == (0.25, share)
+        assert row["borrowed_bytes_per_step"] == (share - 0.25) * case.kv_bytes
+        assert row["cpu_gbs"] == pytest.approx(share * row["kv_gbs"])
+        assert row["h2d_gbs"] == pytest.approx((1 - share) * row["kv_gbs"])
+        # What the CPU computed is copied too.
+        assert row["h2d_bytes_per_step"] == pytest.approx((1 - share) * case.kv_bytes, rel=0.1)
+
+
 def test_one_share_is_gone_before_the_next_is_placed(
     ceilings: StepCeilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,9 +260,13 @@ def test_the_script_measures_every_part(tmp_path: Path) -> None:
     result = load_result(path)
     assert result.checks == checks(result.rows)
     kinds = {row["kind"] for row in result.rows}
-    assert kinds == {"decode", "short", "steps", "ablation", "model"}
+    assert kinds == {"decode", "borrowing", "short", "steps", "ablation", "model"}
     assert {row["part"] for row in result.rows} == set(decode_attention.PARTS)
-    swept = {(row["shape"], row["share"]) for row in result.rows if "placed_share" in row}
+    swept = {
+        (row["shape"], row["share"])
+        for row in result.rows
+        if row["kind"] == "decode" and "placed_share" in row
+    }
     assert swept == {("qwen3", 0.5), ("mixtral", 0.0), ("mixtral", 1.0)}
     replaced = [row for row in result.rows if row["kind"] == "ablation"]
     assert len({row["way"] for row in replaced}) == 7

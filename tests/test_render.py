@@ -63,6 +63,9 @@ def decode() -> list[Row]:
         | ({"exposed_cpu_ms": 1.25} if share else {})
         for share, ms in ((0.0, 20.0), (0.6, 8.0))
     ]
+    lent = {"way": "sparsekv, placed at 0.5", "placed": 0.5, "share": 0.6, "ms_per_layer": 8.1}
+    rates = {"kv_gbs": 123.0, "cpu_gbs": 73.8, "h2d_gbs": 49.2, "fraction": 0.86}
+    rows.append({**known, **ceilings, **lent, **rates, "kind": "borrowing"})
     few = known | {"layers": 4}
     offloaded = {"way": "DynamicCache, offloaded", "ms_per_layer": 196.0, "kv_gbs": 5.5}
     rows.append({**few, **offloaded, "kind": "decode"})
@@ -104,6 +107,7 @@ def test_documents_are_as_they_are_rendered(path: Path) -> None:
             "decode_attention",
             "| **share 0.6** | 48 | 8.00 | 125 | 75.0 | 50.0 | 130 | 88 % | 1.25 |",
         ),
+        ("decode_attention", "| share 0.6 | 8.10 | 123 | 73.8 | 49.2 | 130 | 86 % | 8.00 | 88 % |"),
         ("decode_attention", "| DynamicCache, offloaded | 4 | 196.00 | 5.50 |  |  |  |  |"),
         ("decode_attention", "reading 98.0 GB/s, host to GPU 55.0; together 79.0 and 51.0."),
         ("decode_attention", "| sparsekv | 61.5 |"),
