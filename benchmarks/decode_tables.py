@@ -106,13 +106,13 @@ def _borrowing(title: str, rows: Sequence[Row]) -> Iterator[str]:
     borrowing = [row for row in rows if row["kind"] == "borrowing"]
     lines = []
     for row in borrowing:
-        rates = [rate(row[key]) if key in row else "" for key in _SWEEP]
+        rates = [rate(row[key]) if key in row else "" for key in _RATES]
         same = placed.get(row["share"])
         beside = ["", ""] if same is None else [_ms(same), _fraction(same)]
         lines.append([f"share {row['share']:g}", _ms(row), *rates, _fraction(row), *beside])
     if lines:
         first = f"{title}, placed at {borrowing[0]['placed']:g}"
-        columns = [first, "ms a layer", *_SWEEP.values(), "fraction"]
+        columns = [first, "ms a layer", *_RATES.values(), "fraction"]
         yield markdown([*columns, "placed at that share, ms a layer", "fraction"], lines)
 
 
