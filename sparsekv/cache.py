@@ -367,6 +367,7 @@ class InplaceKVCache:
             self._windows[layer_idx].write(progress.fill, key, value)
             layer.progress = Progress(progress.num_segments, progress.fill + key.shape[2])
         else:
+            layer.given = self.accelerator.current_stream().record()
             layer.progress = replace(progress, pending=(key, value))
 
     def flush(self, layer_idx: int) -> None:

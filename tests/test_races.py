@@ -232,6 +232,25 @@ def test_few_layers_of_a_prompt_wait_for_their_copies():
     assert max(waiting) <= 2 * waiting[0]
 
 
+def test_a_prompt_leaves_while_it_is_attended_to():
+    """The caller, who may have to wait for copies, has attention enqueued by then; they do not wait
+    for it in turn.
+    """
+    with accelerators(LateCaller):
+        twin = Twin(build(share=0.5))
+    attention, done = torch.zeros(1), torch.zeros(1)
+    key, value = new_tokens(twin.cache, 41)
+    for layer_idx in range(2):
+        twin.cache.append(layer_idx, key, value)
+        twin.note(layer_idx, key, value)
+        twin.cache.accelerator.current_stream().copy(done, attention + 1)
+        twin.cache.flush(layer_idx)
+        assert done == 0
+        twin.cache.accelerator.current_stream().synchronize()
+        done.zero_()
+    twin.check()
+
+
 def _crop(twin, num_tokens):
     twin.cache.crop(num_tokens)
     twin.apply(lambda tensor: tensor[:, :, :num_tokens])

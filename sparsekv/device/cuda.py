@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -116,6 +117,9 @@ class CudaStream(Stream):
             target.copy_(source)
         self._keep(target)
         self._keep(source)
+
+    def as_current(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
 
     def record(self) -> Event:
         # Who waits for it sleeps: a core that spins is one less for attention.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -29,6 +30,9 @@ class SimulatedStream(Stream):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._enqueue(partial(_copy, target, source))
+
+    def as_current(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def record(self) -> Event:
         return _Done()

@@ -30,9 +30,10 @@ def evict(layer: LayerStore, window: Window, outbox: Outbox, names: Sequence[str
         stack.push(names.count(name), num_rows)
     if progress.fill and (missing := window_size - progress.fill):
         window.write(progress.fill, *progress.narrow(0, missing))
-    # Made now: torch hands out memory in the order of the caller's stream.
     staging = outbox.new_window(num_rows) if progress.num_pending >= window_size else None
-    outbox.follow()
+    # Of a prompt, attention and what else was enqueued since need not be waited for: the caller,
+    # who waits where copies are behind, could enqueue nothing meanwhile.
+    outbox.follow(None if progress.fill else layer.given)
     for start in range(0, len(names), per_window):
         first = start // per_window * window_size - progress.fill
         if first < 0 or staging is None:

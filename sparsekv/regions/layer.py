@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sparsekv.device import Event
 from sparsekv.format import KVView, PartitionSpec, Placement
 from sparsekv.regions.lending import HostViews, Readers, lend
 from sparsekv.regions.outbox import Arrival
@@ -79,6 +80,8 @@ class LayerStore:
         self.progress = Progress()
         self.pace: Pace | None = None
         """What is registered ahead while the present window fills; the cache decides."""
+        self.given: Event | None = None
+        """When the pending keys and values are there; None: none have been."""
         self.arrival: Arrival | None = None
         """When the segments placed last will lie in their slots; None: all do."""
         self._shown: _Shown | None = None

@@ -116,9 +116,9 @@ class Outbox:
         """Ask again for what the system has refused to register."""
         self._is_whole = len(self._ring) == _MOST_BOUNCES
 
-    def follow(self) -> None:
-        """Let what is sent from here on wait for the caller's work so far."""
-        self.stream.wait(self._accelerator.current_stream().record())
+    def follow(self, event: Event | None = None) -> None:
+        """Let what is sent from here on wait for an event; None: for the caller's work so far."""
+        self.stream.wait(event or self._accelerator.current_stream().record())
 
     def new_window(self, num_rows: int) -> Window:
         """Accelerator memory to lay out segments of a prompt in, on this stream, before they are
@@ -127,7 +127,9 @@ class Outbox:
         self._behind.append(self.stream.record())
         if len(self._behind) == _MOST_BEHIND:
             self._behind.popleft().synchronize()
-        return Window(self._accelerator, self._spec, num_rows)
+        # Memory of the caller's order might still be in use by work that is not waited for.
+        with self.stream.as_current():
+            return Window(self._accelerator, self._spec, num_rows)
 
     def send(self, source: Tensor, targets: Sequence[tuple[Tensor, bool]]) -> None:
         """Copy the segments of one window to their slots.
