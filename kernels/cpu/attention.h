@@ -93,13 +93,26 @@ class Attention {
     Tiles tiles(task_);
     Tile two[2], *tile = &two[0], *next = &two[1];
     bool more = tiles.next(*tile);
-    Fetcher all(tile->key, tile->count, 0, key_bytes(), 1);
-    all.step();
+    const bool together = are_values_in_keys(task_);
+    Fetcher fetcher(task_, Number::kBytes, value_steps() + (together ? key_steps() : 0),
+                    key_steps());
+    fetcher.start_keys(*tile);
+    fetcher.finish();
     while (more) {
       more = tiles.next(*next);
-      score(*tile, *next);
+      if (together) {
+        fetcher.start_keys(*next);
+      } else {
+        fetcher.start_values(*tile);
+      }
+      score(*tile, fetcher);
       softmax_.weigh(task_, *tile, scores_);
-      add(*tile, *next);
+      if (!together) {
+        fetcher.finish();
+        fetcher.start_keys(*next);
+      }
+      add(*tile, fetcher);
+      fetcher.finish();
       Tile* done = tile;
       tile = next;
       next = done;
@@ -116,8 +129,19 @@ class Attention {
     return rows - rest + block;
   }
 
-  int64_t key_bytes() const { return int64_t(task_.head_dim) * Number::kBytes; }
-  int64_t value_bytes() const { return int64_t(task_.head_dim_v) * Number::kBytes; }
+  // Steps of the fetcher in a whole tile, with its keys and with its values.
+  int64_t key_steps() const {
+    int64_t steps = 0;
+    for_blocks(padded_rows_, [&steps](int, auto size) {
+      steps += kTile / (kAccumulators / decltype(size)::kRows);
+    });
+    return steps * (task_.head_dim / kChunk);
+  }
+  int64_t value_steps() const {
+    int64_t steps = 0;
+    for_blocks(padded_rows_, [&steps](int, auto) { steps += kTile; });
+    return steps * (padded_dim_v_ / kChunk);
+  }
 
   // The chunks of a block's rows alternate, so that each is found at a constant distance.
   int64_t chunk(int row, int padded_dim, int d) const {
@@ -176,38 +200,20 @@ class Attention {
     }
   }
 
-  // What is fetched of the next tile with the keys, and then with the values: half each where
-  // values are in the keys.
-  int64_t bytes_with_keys(const Tile& next) const {
-    return next.key[0] == next.value[0] ? key_bytes() / 128 * 64 : key_bytes();
-  }
-
   // scores_: (rows, kTile), query rows times the keys of the tile.
-  void score(const Tile& tile, const Tile& next) {
+  void score(const Tile& tile, Fetcher& fetcher) {
     const int whole = task_.head_dim / kChunk * kChunk;
     const bool has_rest = whole < task_.head_dim;
     if (has_rest) unpack(tile.key, tile.count, whole, task_.head_dim, unpacked_keys_);
-    const int first_block = padded_rows_ < kRowBlock ? padded_rows_ : kRowBlock;
-    const int at_a_time = kAccumulators / first_block;
-    const int64_t steps = (tile.count + at_a_time - 1) / at_a_time * (whole / kChunk);
-    Fetcher fetcher, nothing;
-    if (next.count > 0) fetcher = Fetcher(next.key, next.count, 0, bytes_with_keys(next), steps);
     for_blocks(padded_rows_, [&](int r, auto size) {
       score_rows<Number, decltype(size)::kRows>(
           tile, query_ + int64_t(r) * padded_dim_, whole, has_rest ? unpacked_keys_ : nullptr,
-          scores_ + r * kTile, r == 0 ? fetcher : nothing);
+          scores_ + r * kTile, fetcher);
     });
   }
 
   // sums_: (rows, padded head_dim_v), decayed, plus weights times values.
-  void add(const Tile& tile, const Tile& next) {
-    const int64_t steps = int64_t(tile.count) * (padded_dim_v_ / kChunk);
-    Fetcher fetcher;
-    if (next.count > 0) {
-      const bool shared = next.key[0] == next.value[0];
-      fetcher = shared ? Fetcher(next.key, next.count, bytes_with_keys(next), key_bytes(), steps)
-                       : Fetcher(next.value, next.count, 0, value_bytes(), steps);
-    }
+  void add(const Tile& tile, Fetcher& fetcher) {
     for (int d = 0; d < padded_dim_v_; d += kChunk) {
       if (tile.seen_by_all && padded_rows_ <= kRowBlock && d + kChunk <= task_.head_dim_v) {
         add_rows(Lying<Number>{tile.value, int64_t(d) * Number::kBytes}, tile.count, d, fetcher);
@@ -217,29 +223,26 @@ class Attention {
       if (tile.seen_by_all) {
         add_rows(Unpacked{unpacked_values_}, tile.count, d, fetcher);
       } else {
-        add_seen(tile, d);
+        add_seen(tile, d, fetcher);
       }
     }
   }
 
   template <class Values>
   void add_rows(Values values, int count, int d, Fetcher& fetcher) {
-    Fetcher nothing;
     for_blocks(padded_rows_, [&](int r, auto size) {
       add_values<decltype(size)::kRows>(sums_ + chunk(r, padded_dim_v_, d), softmax_.decays + r,
-                                        values, count, scores_ + r * kTile,
-                                        r == 0 ? fetcher : nothing);
+                                        values, count, scores_ + r * kTile, fetcher);
     });
   }
 
   // Row by row: a hidden value must not even be multiplied by zero.
-  void add_seen(const Tile& tile, int d) {
-    Fetcher nothing;
+  void add_seen(const Tile& tile, int d, Fetcher& fetcher) {
     for (int r = 0; r < rows_; r++) {
       const Seen seen = seen_by(task_, tile, r % task_.num_queries);
       add_values<1>(sums_ + chunk(r, padded_dim_v_, d), softmax_.decays + r,
                     Unpacked{unpacked_values_ + seen.first * kChunk}, seen.last - seen.first,
-                    scores_ + r * kTile + seen.first, nothing);
+                    scores_ + r * kTile + seen.first, fetcher);
     }
   }
 

@@ -23,9 +23,10 @@ namespace sparsekv {
 namespace SPARSEKV_VECTORS {
 namespace {
 
-#define SPARSEKV_INLINE_MEMBER inline __attribute__((always_inline))
+#define SPARSEKV_MEMBER inline __attribute__((always_inline))
 
 #include "tiles.h"
+#include "fetcher.h"
 #include "chunks.h"
 
 constexpr int kNumbers = 32;  // of bf16 in a row of a matrix

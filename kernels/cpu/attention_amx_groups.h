@@ -3,8 +3,8 @@
 // exact as those of vectors.
 //
 // Included after attention_amx.h, into the same namespace. A tile of keys is multiplied with all
-// query rows, its weights found (running softmax), and multiplied with its values; meanwhile the
-// next tile is fetched.
+// query rows and its weights found (running softmax), while its values are fetched; these are added
+// by weight, while the next tile's keys are fetched.
 //
 // A weight is the sum of two bf16 numbers, the rounded weight and what that leaves, within 2^-17 of
 // it. Up to 8 query rows, the two are different rows of one matrix, whose sums are added at the
@@ -22,65 +22,6 @@
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
 namespace {
-
-// Fetches tiles into the second-level cache, some lines at a time: the keys of a tile, then its
-// values, in the order of addresses as far as tokens lie end to end.
-class TileFetch {
- public:
-  TileFetch(int64_t key_bytes, int64_t value_bytes, int steps)
-      : bytes_{key_bytes, value_bytes},
-        lines_at_a_time_(int((kTile * ((key_bytes + 63) / 64 + (value_bytes + 63) / 64) + steps - 1) /
-                         steps)) {}
-
-  void start(const Tile& tile) {
-    tile_ = &tile;
-    token_ = 0;
-    values_ = false;
-    at_ = end_ = nullptr;
-  }
-
-  SPARSEKV_INLINE_MEMBER void fetch_some() {
-    if (at_ >= end_ && !find()) return;
-    const char* at = at_;
-    for (int i = lines_at_a_time_; i > 0; i--, at += 64) __builtin_prefetch(at, 0, 2);
-    at_ = at;
-  }
-
-  void fetch_rest() {
-    do {
-      for (; at_ < end_; at_ += 64) __builtin_prefetch(at_, 0, 2);
-    } while (find());
-  }
-
- private:
-  // The next tokens that lie end to end.
-  __attribute__((noinline)) bool find() {
-    if (token_ == tile_->count && !values_) {
-      values_ = true;
-      token_ = 0;
-    }
-    if (token_ == tile_->count) return false;
-    const char* const* tokens = values_ ? tile_->value : tile_->key;
-    const int64_t bytes = bytes_[values_];
-    const int left = tile_->count - token_;
-    at_ = tokens[token_];
-    if (tokens[tile_->count - 1] - at_ == (left - 1) * bytes) {  // so do those between, most likely
-      token_ += left;
-      end_ = at_ + left * bytes;
-      return true;
-    }
-    end_ = at_ + bytes;
-    for (token_++; token_ < tile_->count && tokens[token_] == end_; token_++) end_ += bytes;
-    return true;
-  }
-
-  const int64_t bytes_[2];  // of a token's key and value
-  const int lines_at_a_time_;
-  const Tile* tile_ = nullptr;
-  int token_ = 0;
-  bool values_ = false;
-  const char *at_ = nullptr, *end_ = nullptr;
-};
 
 // kWeightMatrices: 1 for up to 8 query rows, whose weights' parts share a matrix; else 2.
 template <int kWeightMatrices>
@@ -110,25 +51,28 @@ class GroupAttention {
 
   // Whether all results are finite, and so are right.
   bool run() {
-    const int products = kGroups * (padded_dim_ + 2 * kWeightMatrices * padded_dim_v_) / kNumbers;
-    TileFetch fetch(task_.head_dim * 2, task_.head_dim_v * 2, products + kTile / 2);
+    const int of_keys = kGroups * padded_dim_ / kNumbers;
+    const int of_values = 2 * kWeightMatrices * kGroups * padded_dim_v_ / kNumbers;
+    Fetcher fetcher(task_, 2, of_values, of_keys + kTile / 2);
     Tiles tiles(task_);
     Tile ring[2];
     bool more = tiles.next(ring[0]);
-    fetch.start(ring[0]);
-    fetch.fetch_rest();
+    fetcher.start_keys(ring[0]);
+    fetcher.finish();
     while (lay_out_query(parts_++)) {
     }
     configure_matrices();
     for (int now = 0; more; now = !now) {
       more = tiles.next(ring[!now]);
-      fetch.start(ring[!now]);
       gather(ring[now]);
-      score(fetch);
+      fetcher.start_values(ring[now]);
+      score(fetcher);
       hide(ring[now]);
-      weigh(fetch);
-      add(fetch);
-      fetch.fetch_rest();
+      weigh(fetcher);
+      fetcher.finish();
+      fetcher.start_keys(ring[!now]);
+      add(fetcher);
+      fetcher.finish();
     }
     release_matrices();
     return write();
@@ -198,7 +142,7 @@ class GroupAttention {
   }
 
   // scores_: [slot][16 lanes], keys times query rows.
-  void score(TileFetch& fetch) {
+  void score(Fetcher& fetcher) {
     clear_matrix<0>();
     clear_matrix<1>();
     clear_matrix<2>();
@@ -209,16 +153,16 @@ class GroupAttention {
         load_matrix<4>(query, 64);
         load_matrix<5>(keys_[0].start + byte, keys_[0].stride);
         multiply_matrices<0, 5, 4>();
-        fetch.fetch_some();
+        fetcher.step();
         load_matrix<6>(keys_[1].start + byte, keys_[1].stride);
         multiply_matrices<1, 6, 4>();
-        fetch.fetch_some();
+        fetcher.step();
         load_matrix<7>(keys_[2].start + byte, keys_[2].stride);
         multiply_matrices<2, 7, 4>();
-        fetch.fetch_some();
+        fetcher.step();
         load_matrix<5>(keys_[3].start + byte, keys_[3].stride);
         multiply_matrices<3, 5, 4>();
-        fetch.fetch_some();
+        fetcher.step();
       }
     }
     store_matrix<0>(scores_, 64);
@@ -274,7 +218,7 @@ class GroupAttention {
   }
 
   // weights_: [group][matrix of rows][even, odd], a matrix being 16 rows by 16 tokens and zeros.
-  void weigh(TileFetch& fetch) {
+  void weigh(Fetcher& fetcher) {
     const Vector before = tops_;
     tops_ = largest_scores();
     // Finite, so that there is no difference of two infinities where nothing was seen.
@@ -301,7 +245,7 @@ class GroupAttention {
           pairs[1][i] = round_to_pairs(minus(first, round_to_bf16(first)),
                                        minus(second, round_to_bf16(second)));
         }
-        fetch.fetch_some();
+        fetcher.step();
       }
       totals_ = plus(totals_, sum);
       for (int m = 0; m < kWeightMatrices; m++) {
@@ -325,17 +269,17 @@ class GroupAttention {
   float* sums_of(int d) { return sums_ + d / kNumbers * 2 * kMatrixFloats; }
 
   // sums_, decayed, plus weights times values.
-  void add(TileFetch& fetch) {
+  void add(Fetcher& fetcher) {
     if (!is_empty_ && any_differs(decays_, broadcast(1.0f))) decay();
     int d = 0;
-    for (; d + kNumbers < padded_dim_v_; d += 2 * kNumbers) add_numbers<2>(d, fetch);
-    if (d < padded_dim_v_) add_numbers<1>(d, fetch);
+    for (; d + kNumbers < padded_dim_v_; d += 2 * kNumbers) add_numbers<2>(d, fetcher);
+    if (d < padded_dim_v_) add_numbers<1>(d, fetcher);
     is_empty_ = false;
   }
 
   // To kMatrices times 32 numbers from d on.
   template <int kMatrices>
-  void add_numbers(int d, TileFetch& fetch) {
+  void add_numbers(int d, Fetcher& fetcher) {
     float* to = sums_of(d);
     if (is_empty_) {
       clear_matrix<0>();
@@ -358,15 +302,15 @@ class GroupAttention {
       for (int i = 0; i < kWeightMatrices; i++, weights += 2 * kMatrixBytes) {
         load_matrix<4>(weights, 64);
         multiply_matrices<0, 4, 6>();
-        fetch.fetch_some();
+        fetcher.step();
         load_matrix<5>(weights + kMatrixBytes, 64);
         multiply_matrices<1, 5, 6>();
-        fetch.fetch_some();
+        fetcher.step();
         if (kMatrices == 2) {
           multiply_matrices<2, 4, 7>();
-          fetch.fetch_some();
+          fetcher.step();
           multiply_matrices<3, 5, 7>();
-          fetch.fetch_some();
+          fetcher.step();
         }
       }
     }

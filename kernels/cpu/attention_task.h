@@ -8,8 +8,8 @@ namespace sparsekv {
 
 enum class Dtype : int32_t { fp32 = 0, bf16 = 1, fp16 = 2 };
 
-// Keys of one tile: their scores stay in the first-level cache, and the tile after it is fetched
-// meanwhile, which is far enough ahead for DRAM.
+// Keys of one tile: with their scores, and the values that are fetched meanwhile, they stay about
+// within the first-level cache.
 constexpr int kTile = 64;
 
 // Keys or values of one row and kv head, by segment, physical row and token; strides in bytes, the

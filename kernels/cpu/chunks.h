@@ -51,7 +51,7 @@ class Ahead {
     at_ = end_ = nullptr;
   }
 
-  SPARSEKV_INLINE_MEMBER void fetch_some() {
+  SPARSEKV_MEMBER void fetch_some() {
     if (at_ >= end_ && !find()) return;
     const char* at = at_;
     for (int i = pairs_at_a_time_; i > 0; i--, at += 128) {

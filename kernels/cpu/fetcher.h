@@ -1,47 +1,113 @@
-// What of the next tile is to be fetched while a tile is worked on.
+// What is to be read next, fetched while other keys are worked on.
 //
-// Included inside the namespace of one instruction set, as tiles.h is.
+// Included inside the namespace of one instruction set, after tiles.h.
 
-SPARSEKV_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
+SPARSEKV_INLINE bool are_values_in_keys(const Task& task) {
+  return task.key.start == task.value.start &&
+         task.key.segment_stride == task.value.segment_stride &&
+         task.key.row_stride == task.value.row_stride &&
+         task.key.token_stride == task.value.token_stride && task.head_dim_v <= task.head_dim;
+}
 
-// Fetches keys or values of a tile line by line, token by token: in order of address where they lie
-// end to end. Few lines at a step: the processor can wait for no more than some dozen at once.
+// Fetches the keys, or the values, of a tile into the first-level cache, some lines at a step.
+// Values come while their keys are scored, keys while the values before them are added: a whole
+// tile ahead, they would not fit beside what is worked on.
+//
+// Tokens that lie end to end are fetched from four places in turn. The processor's own prefetching
+// goes on inside each page it sees being read, and with four pages it is so far ahead that the
+// lines asked for here are on their way already. That counts, for it can wait for more lines than
+// the first-level cache, whose places for missing lines the work needs too.
 class Fetcher {
  public:
-  Fetcher() = default;
+  // For tiles of kTile tokens, each to be fetched within so many steps. Values that lie inside the
+  // keys come with them.
+  Fetcher(const Task& task, int64_t number_bytes, int64_t key_steps, int64_t value_steps)
+      : keys_(task.head_dim * number_bytes, key_steps),
+        values_(are_values_in_keys(task) ? 0 : task.head_dim_v * number_bytes, value_steps) {}
 
-  // Bytes `first` ... `last` of each token, in that many steps.
-  Fetcher(const char* const* tokens, int count, int64_t first, int64_t last, int64_t steps)
-      : token_(tokens), tokens_left_(count), first_(first), size_(last - first) {
-    const int64_t lines = count * ((size_ + 63) / 64);
-    lines_at_a_step_ = steps > 0 ? int((lines + steps - 1) / steps) : 0;
-    next_token();
+  void start_keys(const Tile& tile) { start(tile.key, tile.count, keys_); }
+  void start_values(const Tile& tile) { start(tile.value, tile.count, values_); }
+
+  SPARSEKV_MEMBER void step() {
+    if (--steps_left_ > 0) return;
+    steps_left_ = steps_for_a_turn_;
+    if (at_ >= end_ && !find()) return;
+    for (int i = rounds_in_a_turn_; i > 0; i--) fetch_round();
   }
 
-  __attribute__((always_inline)) inline void step() {
-    for (int i = 0; i < lines_at_a_step_; i++) {
-      fetch(line_);
-      line_ += 64;
-      if (line_ >= end_) next_token();
-    }
+  // All that is left.
+  void finish() {
+    do {
+      while (at_ < end_) fetch_round();
+    } while (find());
   }
 
  private:
-  __attribute__((always_inline)) inline void next_token() {
-    if (tokens_left_ == 0 || size_ <= 0) {
-      lines_at_a_step_ = 0;
+  static constexpr int kPlaces = 4;
+
+  struct Pace {
+    Pace(int64_t bytes_of_token, int64_t steps) : bytes(bytes_of_token) {
+      const int64_t rounds = (kTile * ((bytes + 63) / 64) + kPlaces - 1) / kPlaces;
+      if (steps < 1) steps = 1;
+      rounds_in_a_turn = int((rounds + steps - 1) / steps);
+      steps_for_a_turn = rounds_in_a_turn == 1 ? int(steps / rounds) : 1;
+    }
+
+    int64_t bytes;  // of a token
+    int rounds_in_a_turn, steps_for_a_turn;
+  };
+
+  // Tokens that lie end to end, in kPlaces parts that start so many bytes apart.
+  struct Run {
+    const char* start;
+    const char* end;  // of the first part
+    int64_t apart;
+  };
+
+  void start(const char* const* tokens, int count, const Pace& pace) {
+    num_runs_ = run_ = 0;
+    at_ = end_ = nullptr;
+    rounds_in_a_turn_ = pace.rounds_in_a_turn;
+    steps_for_a_turn_ = steps_left_ = pace.steps_for_a_turn;
+    if (count == 0 || pace.bytes == 0) return;
+    if (tokens[count - 1] - tokens[0] == (count - 1) * pace.bytes) {
+      add_run(tokens[0], count * pace.bytes);  // so do those between, most likely
       return;
     }
-    tokens_left_--;
-    line_ = *token_++ + first_;
-    end_ = line_ + size_;
+    for (int first = 0, next; first < count; first = next) {
+      for (next = first + 1; next < count; next++) {
+        if (tokens[next] - tokens[next - 1] != pace.bytes) break;
+      }
+      add_run(tokens[first], (next - first) * pace.bytes);
+    }
   }
 
-  int lines_at_a_step_ = 0;
-  const char* line_ = nullptr;
-  const char* end_ = nullptr;
-  const char* const* token_ = nullptr;
-  int tokens_left_ = 0;
-  int64_t first_ = 0;
-  int64_t size_ = 0;
+  void add_run(const char* start, int64_t bytes) {
+    constexpr int64_t kRound = kPlaces * 64;
+    const int64_t apart = bytes < kRound ? 0 : (bytes + kRound - 1) / kRound * 64;
+    runs_[num_runs_++] = {start, start + (apart > 0 ? apart : bytes), apart};
+  }
+
+  SPARSEKV_MEMBER bool find() {
+    if (run_ == num_runs_) return false;
+    at_ = runs_[run_].start;
+    end_ = runs_[run_].end;
+    apart_ = runs_[run_++].apart;
+    return true;
+  }
+
+  SPARSEKV_MEMBER void fetch_round() {
+    __builtin_prefetch(at_, 0, 3);
+    __builtin_prefetch(at_ + apart_, 0, 3);
+    __builtin_prefetch(at_ + 2 * apart_, 0, 3);
+    __builtin_prefetch(at_ + 3 * apart_, 0, 3);
+    at_ += 64;
+  }
+
+  const Pace keys_, values_;
+  int rounds_in_a_turn_ = 0, steps_for_a_turn_ = 0, steps_left_ = 0;
+  const char *at_ = nullptr, *end_ = nullptr;  // in the first part of the run before run_
+  int64_t apart_ = 0;
+  int run_ = 0, num_runs_ = 0;
+  Run runs_[kTile];
 };

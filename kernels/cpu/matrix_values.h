@@ -11,7 +11,7 @@ struct Packing {
   char* to;
 
   // A quarter of the group: two pairs of tokens, the numbers of a pair alternating.
-  SPARSEKV_INLINE_MEMBER void pack(int quarter) const {
+  SPARSEKV_MEMBER void pack(int quarter) const {
     const char* pair = from + quarter * 4 * stride;
     char* packed = to + quarter * 2 * 64;
 #pragma GCC unroll 2

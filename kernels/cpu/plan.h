@@ -80,11 +80,11 @@ class Plan {
   // threads end together and that a sum of single precision stays exact to its last digits.
   static constexpr int64_t kLeastProducts = int64_t(16) << 20;
   static constexpr int64_t kLeastKeys = 512;
-  static constexpr int64_t kMostKeys = 2048;
+  static constexpr int64_t kMostKeys = 8192;
   // Where there are many query rows: keys for each float of a partial result, over the numbers of a
   // key, so that writing and merging partial results stays little beside reading keys.
   static constexpr int64_t kKeysPerFloat = 256;
-  static constexpr int64_t kTasksWanted = 256;
+  static constexpr int64_t kTasksWanted = 512;
 
   // Partial results that may be alive at a time.
   static constexpr int64_t kWorkspaceFloats = int64_t(16) << 20;
