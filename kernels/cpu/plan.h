@@ -44,9 +44,7 @@ class Plan {
     // A pair's last range may be a short one, hence one more for each.
     const int64_t fitting =
         partials_that_fit > pairs ? divided_up(total, partials_that_fit - pairs) : longest;
-    const int64_t most = kKeysPerFloat * rows * row_floats / (call.head_dim + call.head_dim_v);
-    keys_per_task = std::max(std::clamp(even, least, std::clamp(most, kMostKeys, 4 * kMostKeys)),
-                             fitting);
+    keys_per_task = std::max(std::clamp(even, least, kMostKeys), fitting);
     keys_per_task = divided_up(keys_per_task, kTile) * kTile;
 
     first_range_.assign(pairs + 1, 0);
@@ -81,9 +79,6 @@ class Plan {
   static constexpr int64_t kLeastProducts = int64_t(16) << 20;
   static constexpr int64_t kLeastKeys = 512;
   static constexpr int64_t kMostKeys = 8192;
-  // Where there are many query rows: keys for each float of a partial result, over the numbers of a
-  // key, so that writing and merging partial results stays little beside reading keys.
-  static constexpr int64_t kKeysPerFloat = 256;
   static constexpr int64_t kTasksWanted = 512;
 
   // Partial results that may be alive at a time.
