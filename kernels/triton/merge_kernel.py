@@ -69,12 +69,13 @@ def merge_kernel(
         for first in range(0, num_splits, CHUNK):
             split = first + steps
             rows = split.to(tl.int64) * split_rows + row
-            lse = _lse_of_part(split_lse_ptr + rows, split < num_splits)
-            weight = tl.exp2((lse - base) * LOG2_E)
-            is_read = is_column[None, :] & (lse != float("-inf"))[:, None]
-            out_at = split_out_ptr + rows[:, None] * HEAD_DIM_V + columns[None, :]
-            sums += tl.sum(weight[:, None] * tl.load(out_at, mask=is_read, other=0.0), 0)
-            total += tl.sum(weight, 0)
+            lses = _lse_of_part(split_lse_ptr + rows, split < num_splits)
+            weights = tl.exp2((lses - base) * LOG2_E)
+            is_wanted = is_column[None, :] & (lses != float("-inf"))[:, None]
+            outs_at = split_out_ptr + rows[:, None] * HEAD_DIM_V + columns[None, :]
+            outs = tl.load(outs_at, mask=is_wanted, other=0.0).to(tl.float32)
+            sums += tl.sum(weights[:, None] * outs, 0)
+            total += tl.sum(weights, 0)
     if sink_ptr is not None:
         total += tl.where(sink == base, 1.0, tl.exp2((sink - base) * LOG2_E))  # inf - inf is 0
 

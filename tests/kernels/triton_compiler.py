@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def compiling(capability: int) -> Iterator[list[Build]]:
         yield builds
 
 
+@cache
 def _measure(kernel: Any) -> Build:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
