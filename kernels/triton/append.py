@@ -87,7 +87,7 @@ class PreparedAppend:
         self._launch = Launch(append_kernel, arguments, options, key.device)
         self._last_offset = window_key.shape[2] - key.shape[2]
         self._kinds = [None if t is None else kind_of(t) for t in (key, value, query)]
-        self._offset_at = self._launch.place("offset")
+        self._offset_at = self._launch.place_of_number("offset")
 
     def __call__(
         self, key: Tensor, value: Tensor | None, offset: int, query: Tensor | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.errors import LayoutError
 from sparsekv.kernels.triton.memory import launching_on
 from triton.runtime import JITFunction, driver
 
@@ -19,9 +20,9 @@ _ALIGNMENT = 16
 class Launch:
     """One kernel and its arguments, some of which change between launches.
 
-    Numbers that the kernel specializes on, and whether an address is a multiple of 16 bytes, must
-    stay as they are. The arguments are kept, and their tensors with them; not for several threads
-    at a time.
+    What the kernel is compiled for stays as it is: numbers that it specializes on, the dtype of
+    each tensor, whether its address is a multiple of 16 bytes, and which are None. The arguments
+    are kept, and their tensors with them; not for several threads at a time.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Launch:
         self._kernel, self._options, self._index = kernel, options, device.index
         self._places = {name: place for place, name in enumerate(kernel.arg_names)}
         self._kept = list(arguments)
+        self._compiled_for = [_compiled_for(argument) for argument in arguments]
         constants = [options.get(name) for name in kernel.arg_names[len(arguments) :]]
         self._handed = [_handed(argument) for argument in arguments] + constants
         self._compiled: Any = None
@@ -45,8 +47,22 @@ class Launch:
             with launching_on(device):  # Triton keeps compiled kernels by device
                 self._compiled = kernel.warmup(*arguments, grid=(1,), **options)
 
-    def place(self, name: str) -> int:
-        """Of an argument, for `put` and `point`."""
+    def place_of_number(self, name: str) -> int:
+        """Of an argument, for `put`.
+
+        Raises:
+            LayoutError: the kernel is compiled for one value of it.
+        """
+        place = self._places[name]
+        if self._compiled is not None and not self._kernel.params[place].do_not_specialize:
+            raise LayoutError(
+                f"{name} changes between launches, but the kernel is compiled for its value: name "
+                "it in do_not_specialize"
+            )
+        return place
+
+    def place_of_tensor(self, name: str) -> int:
+        """Of an argument, for `point`."""
         return self._places[name]
 
     def put(self, place: int, number: int) -> None:
@@ -54,7 +70,16 @@ class Launch:
         self._kept[place] = self._handed[place] = number
 
     def point(self, place: int, tensor: Tensor | tuple[Tensor, ...]) -> None:
-        """Change a tensor, or a tuple of them, to one of the same dtype and alignment."""
+        """Change a tensor, or a tuple of them.
+
+        Raises:
+            LayoutError: the kernel is compiled for another dtype, alignment or number of tensors.
+        """
+        if (found := _compiled_for(tensor)) != self._compiled_for[place]:
+            raise LayoutError(
+                f"{self._kernel.arg_names[place]}: (dtype, is_aligned) {found}, compiled for "
+                f"{self._compiled_for[place]}; prepare anew"
+            )
         self._kept[place] = tensor
         self._handed[place] = _handed(tensor)
 
@@ -94,6 +119,15 @@ def is_aligned(tensor: Tensor) -> bool:
 def kind_of(tensor: Tensor) -> tuple[Any, ...]:
     """All that checks and compilation depend on, of a tensor whose address changes."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_aligned(tensor)
+
+
+def _compiled_for(argument: Any) -> Any:
+    """What a kernel is compiled for, of a tensor or a tuple of them."""
+    if isinstance(argument, tuple):
+        return tuple(_compiled_for(item) for item in argument)
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
+    return None
 
 
 def _handed(argument: Any) -> Any:

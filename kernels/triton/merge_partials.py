@@ -115,7 +115,8 @@ class PreparedMerge:
         self._launch = launch = Launch(merge_kernel, *arguments, out.device)
         self._width = lse.numel()
         self._outs = outs
-        self._outs_at, self._out_at = launch.place("part_outs"), launch.place("out_ptr")
+        self._outs_at = launch.place_of_tensor("part_outs")
+        self._out_at = launch.place_of_tensor("out_ptr")
 
     def __call__(self, out: Tensor | None = None) -> None:
         """Launch, on the current stream of the device.

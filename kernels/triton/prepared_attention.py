@@ -123,22 +123,12 @@ class PreparedAttention:
             self._split = launch(self._parts)
             merged = merge_arguments((), (), *self._parts, 2, None, out, lse)
             self._merge = Launch(merge_kernel, *merged, query.device)
-            self._num_splits_at = self._merge.place("num_splits")
-            self._merged_at = self._merge.place("out_ptr")
-        self._at = {
-            name: self._whole.place(name)
-            for name in (
-                "query_ptr",
-                "key_ptr",
-                "value_ptr",
-                "out_ptr",
-                "carried_out_ptr",
-                "query_start",
-                "tokens",
-                "num_keys",
-                "tiles_per_split",
-            )
-        }
+            self._num_splits_at = self._merge.place_of_number("num_splits")
+            self._merged_at = self._merge.place_of_tensor("out_ptr")
+        tensors = ("query_ptr", "key_ptr", "value_ptr", "out_ptr", "carried_out_ptr")
+        numbers = ("query_start", "tokens", "num_keys", "tiles_per_split")
+        self._at = {name: self._whole.place_of_tensor(name) for name in tensors}
+        self._at |= {name: self._whole.place_of_number(name) for name in numbers}
         self._query_kind = kind_of(query)
         self._key_kind, self._value_kind = _key_kind(key), _key_kind(value)
         self._num_segments, self._tokens = key.shape[0], key.shape[3]

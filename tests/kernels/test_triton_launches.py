@@ -1,6 +1,8 @@
 """Prepared launches: what they hand to the driver is what Triton itself would hand to it."""
 
+from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -14,8 +16,12 @@ from triton_compiler import SHARED_BYTES, backends, driver
 from sparsekv.errors import LayoutError
 from sparsekv.kernels import triton as ops
 from sparsekv.kernels.triton import config, memory
+from sparsekv.kernels.triton.append import _arguments
+from sparsekv.kernels.triton.append_kernel import append_kernel
 from sparsekv.kernels.triton.attention_kernel import attention_kernel
+from sparsekv.kernels.triton.launch import Launch
 from sparsekv.kernels.triton.merge_kernel import merge_kernel
+from sparsekv.kernels.triton.merge_partials import merge_arguments
 
 LSE_OF_PARTS = {
     len(kernel.arg_names): kernel.arg_names.index(name)
@@ -43,8 +49,8 @@ class _Recorder:
     def get_current_stream(self, device: None) -> int:
         return 7
 
-    def load_binary(self, *_: Any) -> tuple[int, ...]:
-        return 1, 1, 0, 0, 1024
+    def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[int, ...]:
+        return 1, crc32(binary), 0, 0, 1024  # kernels that differ have different handles
 
     def _note(self, width: int, height: int, depth: int, stream: int, *rest: Any) -> None:
         compiled, arguments = rest[:2], rest[5:]
@@ -82,11 +88,22 @@ def room(case: Case) -> dict[str, Tensor]:
     }
 
 
+def from_odd_addresses(tensor: Tensor) -> Tensor:
+    """The same numbers, not from a multiple of 16 bytes on."""
+    room = tensor.new_empty(tensor.numel() + 1)[1:]
+    assert room.data_ptr() % 16
+    return room.view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
 @pytest.mark.parametrize("is_carried", [False, True])
 def test_attention_is_launched_as_triton_would(
-    launches: list[tuple[Any, ...]], is_carried: bool
+    launches: list[tuple[Any, ...]], is_carried: bool, is_odd: bool
 ) -> None:
     case = make_case(torch.bfloat16, segments=1, tokens=256, head_dim=64, head_dim_v=64)
+    if is_odd:
+        key, value = from_odd_addresses(case.key), from_odd_addresses(case.value)
+        case = replace(case, key=key, value=value)
     given = {**room(case), "is_carried": is_carried}
     prepared = ops.PreparedAttention(case.query, case.key, case.value, 0.3, **given)
     assert not launches
@@ -174,4 +191,28 @@ def test_what_was_not_prepared_for_is_refused(launches: list[tuple[Any, ...]]) -
         append(window[:, :, :2], None, 0)
     with pytest.raises(LayoutError, match="0 parts: must be 1 to 8"):
         ops.PreparedMerge([], out=given["out"], lse=given["lse"])
+    assert not launches
+
+
+def test_what_the_kernels_are_not_compiled_for_is_refused(launches: list[tuple[Any, ...]]) -> None:
+    case = make_case(torch.bfloat16, segments=2, tokens=64, head_dim=64, head_dim_v=64)
+    given = room(case)
+    parts = [(given["out"], given["lse"])]
+    attend = ops.PreparedAttention(case.query, case.key, case.value, 0.3, **given)
+    merge = ops.PreparedMerge(parts, out=given["out"], lse=given["lse"])
+    for out in (from_odd_addresses(given["out"]), given["out"].half()):
+        with pytest.raises(LayoutError, match=r"out_ptr: .* compiled for .*prepare anew"):
+            attend(case.query, 127, None, out)
+        with pytest.raises(LayoutError, match=r"part_outs: .* compiled for .*prepare anew"):
+            merge(out)
+    arguments = merge_arguments((given["out"],), (given["lse"],), None, None, 0, None, *parts[0])
+    launch = Launch(merge_kernel, *arguments, case.query.device)
+    with pytest.raises(LayoutError, match=r"part_outs: .* compiled for"):
+        launch.point(launch.place_of_tensor("part_outs"), (given["out"],) * 2)
+    with pytest.raises(LayoutError, match=r"split_out_ptr: .* compiled for None"):
+        launch.point(launch.place_of_tensor("split_out_ptr"), given["out"])
+    arguments, options = _arguments(*[case.key[0]] * 2, *[case.value[0]] * 2, 0, None, None)[:2]
+    launch = Launch(append_kernel, arguments, options, case.query.device)
+    with pytest.raises(LayoutError, match=r"num_kv_heads changes .*do_not_specialize"):
+        launch.place_of_number("num_kv_heads")
     assert not launches
