@@ -3,7 +3,11 @@ never waited for in vain.
 """
 
 import gc
+import subprocess
+import sys
+import textwrap
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,6 +248,31 @@ def test_a_dropped_cache_still_answers(device):
     del twin
     gc.collect()
     torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
+
+
+def test_a_process_ends_in_silence_after_a_step_that_failed(device):
+    script = f"""
+        import sys
+        sys.path.insert(0, "tests")
+        import torch
+        from harness import Twin, build
+        from sparsekv.engine import attend
+
+        twin = Twin(build(share=0.5, device="{device}"))
+        twin.append(30)
+        type(twin.cache.accelerator.current_stream()).wait_flag = None
+        try:
+            attend(twin.cache, 0, torch.zeros(2, 4, 1, 4, device="{device}"), 0.3)
+        except TypeError:
+            print(len(twin.cache.companion.host._in_flight.begun))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 @pytest.mark.gpu

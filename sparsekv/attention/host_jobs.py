@@ -258,7 +258,8 @@ def _end(pid: int, in_flight: _InFlight) -> None:
     if os.getpid() != pid:
         return
     for job in in_flight.begun:
-        job.cancel()
+        with suppress(SparseKVError):  # at exit it may have been released already
+            job.cancel()
     _wait_for_taker(in_flight)
 
 
