@@ -153,7 +153,7 @@ def test_a_step_that_fails_midway_leaves_streams_and_cache_in_order(
         else:
             patch.setattr("sparsekv.attention.split.merge_partials", fail)
         with pytest.raises(type(error)):
-            step(twin)
+            step(twin, num_queries=2)  # which no prepared launches attend to
     assert calls == [where]
     cache.accelerator.current_stream().synchronize()  # nothing hangs
     for layer_idx in range(2):
