@@ -55,7 +55,7 @@ class MatrixAttention {
         row_blocks_((rows_ + kBlockRows - 1) / kBlockRows),
         padded_dim_(rounded_up(task.head_dim, kNumbers)),
         padded_dim_v_(rounded_up(task.head_dim_v, kSlab)),
-        values_in_keys_(are_values_in_keys()),
+        values_in_keys_(are_values_in_keys(task) && padded_dim_v_ <= task.head_dim),
         query_(task, row_blocks_, kRowMatrices, padded_dim_,
                reinterpret_cast<char*>(task.scratch)) {
     const int64_t rows = row_blocks_ * kBlockRows;
@@ -71,7 +71,7 @@ class MatrixAttention {
     scores_ = take_floats(rows * kSlots);
     weights_ = take(rows * kSlots * 2);
     sums_ = take_floats(rows * padded_dim_v_);
-    for (char*& packed : packed_) packed = take(kSlots * kSlab * 2);
+    packed_ = take((kSteps + 1) * kUnitBytes);
     copied_keys_ = take(kSlots * padded_dim_ * 2);
     copied_values_ = take(kSlots * padded_dim_v_ * 2);
     const int64_t zeros = (padded_dim_ > padded_dim_v_ ? padded_dim_ : padded_dim_v_) * 2;
@@ -113,18 +113,11 @@ class MatrixAttention {
   static constexpr int kBlockRows = kRowMatrices * kGroup;
   static constexpr int kOthers = kMatricesOfSums / kRowMatrices;  // matrices of keys, or of numbers
   static constexpr int kSlab = kOthers * 16;  // numbers of the values at a time
-  // More query rows have more sums, which a longer chunk moves less often.
-  static constexpr int kChunkTiles = kRowMatrices == 1 ? 1 : 2;
+  static constexpr int kUnitBytes = kOthers * kMatrixBytes;  // of packed values of 32 tokens
+  static constexpr int kChunkTiles = 2;
   static constexpr int kSlots = kChunkTiles * kTile;
   static constexpr int kSteps = kSlots / kNumbers;  // products along the tokens
   using Fetch = Ahead<kChunkTiles>;
-
-  bool are_values_in_keys() const {
-    const Stored &key = task_.key, &value = task_.value;
-    return key.start == value.start && key.segment_stride == value.segment_stride &&
-           key.row_stride == value.row_stride && key.token_stride == value.token_stride &&
-           padded_dim_v_ <= task_.head_dim;
-  }
 
   // So many that the next chunk is there when the products of this one are done.
   int lines_for_each_product() const {
@@ -174,6 +167,8 @@ class MatrixAttention {
     clear_matrix<3>();
     Rows keys[kOthers];
     for (int i = 0; i < kOthers; i++) keys[i] = keys_[g + i];
+    typename Fetch::Lines lines = ahead.lines;
+    const auto between = [&]() __attribute__((always_inline)) { ahead.fetch_some(lines); };
     for (int part = 0; part < query_.parts(); part++) {
       const char* query = query_.block(part, block);
       for (int byte = 0; byte < key_bytes; byte += 64) {
@@ -182,32 +177,33 @@ class MatrixAttention {
           load_matrix<5>(keys[0].start + byte, keys[0].stride);
           load_matrix<6>(keys[1].start + byte, keys[1].stride);
           load_matrix<7>(keys[2].start + byte, keys[2].stride);
-          ahead.fetch_some();
+          between();
           multiply_matrices<0, 5, 4>();
+          between();
           multiply_matrices<1, 6, 4>();
-          ahead.fetch_some();
+          between();
           multiply_matrices<2, 7, 4>();
           load_matrix<5>(keys[3].start + byte, keys[3].stride);
-          ahead.fetch_some();
+          between();
           multiply_matrices<3, 5, 4>();
-          ahead.fetch_some();
         } else {
           load_matrix<6>(query, 64);
           load_matrix<7>(query + kMatrixBytes, 64);
           load_matrix<4>(keys[0].start + byte, keys[0].stride);
           load_matrix<5>(keys[1].start + byte, keys[1].stride);
-          ahead.fetch_some();
+          between();
           multiply_matrices<0, 4, 6>();
-          ahead.fetch_some();
+          between();
           multiply_matrices<1, 5, 6>();
-          ahead.fetch_some();
+          between();
           multiply_matrices<2, 4, 7>();
-          ahead.fetch_some();
+          between();
           multiply_matrices<3, 5, 7>();
         }
         query += kRowMatrices * kMatrixBytes;
       }
     }
+    ahead.lines = lines;
     float* first = scores_ + (int64_t(block) * kRowMatrices * kSlots + g * kGroup) * 16;
     float* second = first + (kRowMatrices == 1 ? 2 * kMatrixFloats : kSlots * 16);
     store_matrix<0>(first, 64);
@@ -227,10 +223,12 @@ class MatrixAttention {
         }
       }
       char* weights = weights_ + int64_t(m) * kSteps * kMatrixBytes;
-      softmax_.weigh(m * kGroup, scores, groups_ * kGroup, weights, [&ahead] {
-        ahead.fetch_some();
-        ahead.fetch_some();
+      typename Fetch::Lines lines = ahead.lines;
+      softmax_.weigh(m * kGroup, scores, groups_ * kGroup, weights, [&] {
+        ahead.fetch_some(lines);
+        ahead.fetch_some(lines);
       });
+      ahead.lines = lines;
     }
   }
 
@@ -255,25 +253,21 @@ class MatrixAttention {
 
   // sums_, decayed, plus weights times values.
   void add(Fetch& ahead) {
-    const int slabs = padded_dim_v_ / kSlab;
-    for (int g = 0; g < groups_; g++) {
-      const Packing<kOthers> packing = packing_of(g, 0);
-      for (int part = 0; part < 4; part++) packing.pack(part);
-    }
+    for (int part = 0; part < 4; part++) pack(unit_at(0, 0), part);
     // Few rows find a new largest score, once some keys are behind.
     for (int row = 0; row < rows_ && !is_empty_; row++) {
       if (softmax_.decays[row] != 1.0f) decay(row, softmax_.decays[row]);
     }
-    for (int slab = 0; slab < slabs; slab++) {
+    for (int slab = 0; slab < padded_dim_v_ / kSlab; slab++) {
       for (int block = 0; block < row_blocks_; block++) add_block(slab, block, ahead);
     }
     is_empty_ = false;
   }
 
-  // Between the products, the next slab of values is packed, by the first two blocks of rows.
+  // Values of 32 tokens are a unit. While one is multiplied, the next is packed: by the first block
+  // of rows, and the first unit of the next slab by the last block.
   void add_block(int slab, int block, Fetch& ahead) {
-    const bool packs = (slab + 1) * kSlab < padded_dim_v_ && block < 2;
-    const bool packs_both = packs && row_blocks_ == 1;
+    const int units = groups_ / 2;
     float* to = sums(slab, block);
     if (is_empty_) {
       clear_matrix<0>();
@@ -286,15 +280,17 @@ class MatrixAttention {
       load_matrix<2>(to + 2 * kMatrixFloats, 64);
       load_matrix<3>(to + 3 * kMatrixFloats, 64);
     }
+    typename Fetch::Lines lines = ahead.lines;
     const char* weights = weights_ + int64_t(block) * kRowMatrices * kSteps * kMatrixBytes;
-    const char* values = packed_[slab % 2];
-    for (int k = 0; k < groups_ / 2; k++) {
-      const Packing<kOthers> first = packing_of(2 * k + (block & 1), slab + 1);
-      const Packing<kOthers> second = packing_of(2 * k + 1, slab + 1);
+    const bool has_more = block + 1 == row_blocks_ && (slab + 1) * kSlab < padded_dim_v_;
+    for (int k = 0; k < units; k++, weights += kMatrixBytes) {
+      const char* values = unit_at(slab, k).packed;
+      const bool is_last = k + 1 == units;
+      const bool packs = is_last ? has_more : block == 0;
+      const Unit next = is_last ? unit_at(slab + 1, 0) : unit_at(slab, k + 1);
       const auto between = [&](int part) __attribute__((always_inline)) {
-        if (packs) first.pack(part);
-        if (packs_both) second.pack(part);
-        ahead.fetch_some();
+        if (packs) pack(next, part);
+        ahead.fetch_some(lines);
       };
       if constexpr (kRowMatrices == 1) {
         load_matrix<4>(weights, 64);
@@ -324,19 +320,33 @@ class MatrixAttention {
         between(3);
         multiply_matrices<3, 5, 7>();
       }
-      weights += kMatrixBytes;
-      values += kOthers * kMatrixBytes;
     }
+    ahead.lines = lines;
     store_matrix<0>(to, 64);
     store_matrix<1>(to + kMatrixFloats, 64);
     store_matrix<2>(to + 2 * kMatrixFloats, 64);
     store_matrix<3>(to + 3 * kMatrixFloats, 64);
   }
 
-  Packing<kOthers> packing_of(int group, int slab) const {
-    const Rows& rows = values_[group];
-    return {rows.start + slab * kSlab * 2, rows.stride,
-            packed_[slab % 2] + group / 2 * kOthers * kMatrixBytes + group % 2 * kMatrixBytes / 2};
+  struct Unit {
+    Packing<kOthers> first, second;  // of its groups
+    char* packed;
+  };
+
+  // With one block of rows, two units are alive at a time; else those of a slab, and one more.
+  Unit unit_at(int slab, int k) const {
+    const int units = groups_ / 2, alive = row_blocks_ == 1 ? 2 : units + 1;
+    char* packed = packed_ + (slab * units + k) % alive * kUnitBytes;
+    const Rows &first = values_[2 * k], &second = values_[2 * k + 1];
+    const int64_t offset = slab * kSlab * 2;
+    return {{first.start + offset, first.stride, packed},
+            {second.start + offset, second.stride, packed + kMatrixBytes / 2},
+            packed};
+  }
+
+  SPARSEKV_MEMBER static void pack(const Unit& unit, int part) {
+    unit.first.pack(part);
+    unit.second.pack(part);
   }
 
   void decay(int row, float by) {
@@ -434,7 +444,7 @@ class MatrixAttention {
   MatrixQuery query_;
   MatrixSoftmax softmax_;
   bool is_empty_ = true;  // sums_ is unwritten: nothing was added yet
-  char *weights_, *packed_[2], *copied_keys_, *copied_values_, *zeros_;
+  char *weights_, *packed_, *copied_keys_, *copied_values_, *zeros_;
   float *scores_, *sums_;
 
   // Of the chunk at hand.

@@ -40,36 +40,46 @@ class Chunks {
 template <int kTiles>
 class Ahead {
  public:
+  // Where the next lines lie, and the end of the tokens that follow them. Loops keep it to
+  // themselves while they run: then it stays in registers.
+  struct Lines {
+    const char* at;
+    const char* end;
+  };
+
   // Bytes of a token's key and value; 0 for values that lie inside the keys.
   Ahead(int64_t key_bytes, int64_t value_bytes, int lines_at_a_time)
-      : bytes_{key_bytes, value_bytes}, pairs_at_a_time_((lines_at_a_time + 1) / 2) {}
+      : bytes_{key_bytes, value_bytes}, lines_at_a_time_(lines_at_a_time) {}
 
   void start(const Chunk<kTiles>& chunk) {
     chunk_ = &chunk;
     tile_ = token_ = 0;
     values_ = false;
-    at_ = end_ = nullptr;
+    lines = {nullptr, nullptr};
   }
 
-  SPARSEKV_MEMBER void fetch_some() {
-    if (at_ >= end_ && !find()) return;
-    const char* at = at_;
-    for (int i = pairs_at_a_time_; i > 0; i--, at += 128) {
-      __builtin_prefetch(at, 0, 2);
-      __builtin_prefetch(at + 64, 0, 2);
+  SPARSEKV_MEMBER void fetch_some(Lines& lines) {
+    if (lines.at >= lines.end) {
+      lines = find();
+      if (!lines.at) return;
     }
-    at_ = at;
+    const char* at = lines.at;
+    for (int i = lines_at_a_time_; i > 0; i--, at += 64) __builtin_prefetch(at, 0, 2);
+    lines.at = at;
   }
 
   void fetch_rest() {
     do {
-      for (; at_ < end_; at_ += 64) __builtin_prefetch(at_, 0, 2);
-    } while (find());
+      for (; lines.at < lines.end; lines.at += 64) __builtin_prefetch(lines.at, 0, 2);
+      lines = find();
+    } while (lines.at);
   }
+
+  Lines lines;
 
  private:
   // The next tokens that lie end to end: first all keys of a tile, then its values.
-  __attribute__((noinline)) bool find() {
+  __attribute__((noinline)) Lines find() {
     while (tile_ < chunk_->num_tiles) {
       const Tile& tile = chunk_->tiles[tile_];
       const int64_t bytes = bytes_[values_];
@@ -80,20 +90,19 @@ class Ahead {
         continue;
       }
       const char* const* tokens = values_ ? tile.value : tile.key;
-      at_ = tokens[token_++];
-      end_ = at_ + bytes;
-      for (; token_ < tile.count && tokens[token_] == end_; token_++) end_ += bytes;
-      return true;
+      const char* at = tokens[token_++];
+      const char* end = at + bytes;
+      for (; token_ < tile.count && tokens[token_] == end; token_++) end += bytes;
+      return {at, end};
     }
-    return false;
+    return {nullptr, nullptr};
   }
 
   const int64_t bytes_[2];
-  const int pairs_at_a_time_;  // of lines
+  const int lines_at_a_time_;
   const Chunk<kTiles>* chunk_ = nullptr;
   int tile_ = 0, token_ = 0;
   bool values_ = false;
-  const char *at_ = nullptr, *end_ = nullptr;
 };
 
 // One group of tokens, `stride` bytes apart.
