@@ -68,12 +68,14 @@ class MatrixAttention {
     const auto take_floats = [&take](int64_t count) {
       return reinterpret_cast<float*>(take(count * 4));
     };
-    scores_ = take_floats(rows * kSlots);
+    for (float*& scores : scores_) scores = take_floats(rows * kSlots);
     weights_ = take(rows * kSlots * 2);
     sums_ = take_floats(rows * padded_dim_v_);
     packed_ = take((kSteps + 1) * kUnitBytes);
-    copied_keys_ = take(kSlots * padded_dim_ * 2);
-    copied_values_ = take(kSlots * padded_dim_v_ * 2);
+    for (Gathered& gathered : gathered_) {
+      gathered.copied_keys = take(kSlots * padded_dim_ * 2);
+      gathered.copied_values = take(kSlots * padded_dim_v_ * 2);
+    }
     const int64_t zeros = (padded_dim_ > padded_dim_v_ ? padded_dim_ : padded_dim_v_) * 2;
     zeros_ = take(zeros);
     memset(zeros_, 0, zeros);
@@ -96,15 +98,18 @@ class MatrixAttention {
       more = chunks.next(chunk[!now]);
       ahead.start(chunk[!now]);
       if (chunk[now].tiles[0].seen_by_all) {
-        gather(chunk[now]);
-        score(ahead);
-        weigh(ahead);
-        add(ahead);
+        gather(chunk[now], gathered_[now]);
+        score(gathered_[now], scores_[now], ahead);
+        add_pending(ahead);
+        pending_ = &gathered_[now];
+        start_weighing(scores_[now]);
       } else {
+        add_pending(ahead);
         attend_each(chunk[now].tiles[0]);
       }
       ahead.fetch_rest();
     }
+    add_pending(ahead);
     release_matrices();
     write();
   }
@@ -129,44 +134,56 @@ class MatrixAttention {
     return (lines + products - 1) / products;
   }
 
-  void gather(const Chunk<kChunkTiles>& chunk) {
-    groups_ = 0;
+  // The tokens of a chunk in groups.
+  struct Gathered {
+    int groups;
+    int seen[kSlots / kGroup];  // tokens of each group; what follows them counts for nothing
+    Rows keys[kSlots / kGroup], values[kSlots / kGroup];
+    char *copied_keys, *copied_values;
+  };
+
+  void gather(const Chunk<kChunkTiles>& chunk, Gathered& to) const {
+    to.groups = 0;
     for (int i = 0; i < chunk.num_tiles; i++) {
       const Tile& tile = chunk.tiles[i];
       for (int first = 0; first < tile.count; first += kGroup) {
         const int count = smaller(kGroup, tile.count - first);
-        const int64_t at = groups_ * kGroup, key_bytes = padded_dim_ * 2;
+        const int64_t at = to.groups * kGroup, key_bytes = padded_dim_ * 2;
         const int64_t value_bytes = padded_dim_v_ * 2;
-        keys_[groups_] = rows_of(tile.key + first, count, task_.head_dim * 2, key_bytes,
-                                 copied_keys_ + at * key_bytes);
-        values_[groups_] = values_in_keys_
-                               ? keys_[groups_]
-                               : rows_of(tile.value + first, count, task_.head_dim_v * 2,
-                                         value_bytes, copied_values_ + at * value_bytes);
-        seen_[groups_++] = count;
+        const Rows keys = rows_of(tile.key + first, count, task_.head_dim * 2, key_bytes,
+                                  to.copied_keys + at * key_bytes);
+        to.keys[to.groups] = keys;
+        to.values[to.groups] = values_in_keys_
+                                   ? keys
+                                   : rows_of(tile.value + first, count, task_.head_dim_v * 2,
+                                             value_bytes, to.copied_values + at * value_bytes);
+        to.seen[to.groups++] = count;
       }
     }
-    for (; groups_ % kOthers != 0; groups_++) {
-      keys_[groups_] = values_[groups_] = {zeros_, 0};
-      seen_[groups_] = 0;
+    for (; to.groups % kOthers != 0; to.groups++) {
+      to.keys[to.groups] = to.values[to.groups] = {zeros_, 0};
+      to.seen[to.groups] = 0;
     }
   }
 
-  // scores_: [matrix of rows][slot][16 rows], keys times query rows.
-  void score(Fetch& ahead) {
+  // scores: [matrix of rows][slot][16 rows], keys times query rows.
+  void score(const Gathered& chunk, float* scores, Fetch& ahead) {
     for (int block = 0; block < row_blocks_; block++) {
-      for (int g = 0; g < groups_; g += kOthers) score_block(g, block, ahead);
+      for (int g = 0; g < chunk.groups; g += kOthers) {
+        const int64_t at = int64_t(block) * kRowMatrices * kSlots + g * kGroup;
+        score_block(chunk.keys + g, block, scores + at * 16, ahead);
+      }
     }
   }
 
-  void score_block(int g, int block, Fetch& ahead) {
+  void score_block(const Rows* groups, int block, float* first, Fetch& ahead) {
     const int key_bytes = padded_dim_ * 2;
     clear_matrix<0>();
     clear_matrix<1>();
     clear_matrix<2>();
     clear_matrix<3>();
     Rows keys[kOthers];
-    for (int i = 0; i < kOthers; i++) keys[i] = keys_[g + i];
+    for (int i = 0; i < kOthers; i++) keys[i] = groups[i];
     typename Fetch::Lines lines = ahead.lines;
     const auto between = [&]() __attribute__((always_inline)) { ahead.fetch_some(lines); };
     for (int part = 0; part < query_.parts(); part++) {
@@ -178,10 +195,12 @@ class MatrixAttention {
           load_matrix<6>(keys[1].start + byte, keys[1].stride);
           load_matrix<7>(keys[2].start + byte, keys[2].stride);
           between();
+          weighing_.step();
           multiply_matrices<0, 5, 4>();
           between();
           multiply_matrices<1, 6, 4>();
           between();
+          weighing_.step();
           multiply_matrices<2, 7, 4>();
           load_matrix<5>(keys[3].start + byte, keys[3].stride);
           between();
@@ -192,10 +211,12 @@ class MatrixAttention {
           load_matrix<4>(keys[0].start + byte, keys[0].stride);
           load_matrix<5>(keys[1].start + byte, keys[1].stride);
           between();
+          weighing_.step();
           multiply_matrices<0, 4, 6>();
           between();
           multiply_matrices<1, 5, 6>();
           between();
+          weighing_.step();
           multiply_matrices<2, 4, 7>();
           between();
           multiply_matrices<3, 5, 7>();
@@ -204,7 +225,6 @@ class MatrixAttention {
       }
     }
     ahead.lines = lines;
-    float* first = scores_ + (int64_t(block) * kRowMatrices * kSlots + g * kGroup) * 16;
     float* second = first + (kRowMatrices == 1 ? 2 * kMatrixFloats : kSlots * 16);
     store_matrix<0>(first, 64);
     store_matrix<1>(first + kMatrixFloats, 64);
@@ -213,30 +233,25 @@ class MatrixAttention {
   }
 
   // weights_: [matrix of rows][32 tokens], a matrix being 16 rows by 32 tokens.
-  void weigh(Fetch& ahead) {
+  void start_weighing(float* all_scores) {
+    const int slots = pending_->groups * kGroup;
     for (int m = 0; m < row_blocks_ * kRowMatrices; m++) {
-      float* scores = scores_ + int64_t(m) * kSlots * 16;
-      if (query_.parts() > 1) mend(m);
-      for (int g = 0; g < groups_; g++) {
-        for (int i = seen_[g]; i < kGroup; i++) {
+      float* scores = all_scores + int64_t(m) * kSlots * 16;
+      if (query_.parts() > 1) mend(m, scores);
+      for (int g = 0; g < pending_->groups; g++) {
+        for (int i = pending_->seen[g]; i < kGroup; i++) {
           store(scores + (g * kGroup + i) * 16, broadcast(-__builtin_inff()));
         }
       }
-      char* weights = weights_ + int64_t(m) * kSteps * kMatrixBytes;
-      typename Fetch::Lines lines = ahead.lines;
-      softmax_.weigh(m * kGroup, scores, groups_ * kGroup, weights, [&] {
-        ahead.fetch_some(lines);
-        ahead.fetch_some(lines);
-      });
-      ahead.lines = lines;
     }
+    weighing_.start(softmax_, all_scores, kSlots, slots, row_blocks_ * kRowMatrices, weights_);
   }
 
   // A query in parts may find NaN where the whole does not: an infinite key times a part of zero.
-  void mend(int m) {
-    for (int slot = 0; slot < groups_ * kGroup; slot++) {
-      float* scores = scores_ + (int64_t(m) * kSlots + slot) * 16;
-      const Rows& keys = keys_[slot / kGroup];
+  void mend(int m, float* all_scores) {
+    for (int slot = 0; slot < pending_->groups * kGroup; slot++) {
+      float* scores = all_scores + slot * 16;
+      const Rows& keys = pending_->keys[slot / kGroup];
       if (!any_is_nan(load(scores))) continue;
       for (int i = 0; i < 16 && m * 16 + i < rows_; i++) {
         if (scores[i] == scores[i]) continue;
@@ -251,8 +266,10 @@ class MatrixAttention {
     return sums_ + (int64_t(slab) * row_blocks_ + block) * kMatricesOfSums * kMatrixFloats;
   }
 
-  // sums_, decayed, plus weights times values.
-  void add(Fetch& ahead) {
+  // sums_, decayed, plus weights times values of the chunk that was scored before, if there is one.
+  void add_pending(Fetch& ahead) {
+    if (!pending_) return;
+    weighing_.finish();
     for (int part = 0; part < 4; part++) pack(unit_at(0, 0), part);
     // Few rows find a new largest score, once some keys are behind.
     for (int row = 0; row < rows_ && !is_empty_; row++) {
@@ -262,12 +279,13 @@ class MatrixAttention {
       for (int block = 0; block < row_blocks_; block++) add_block(slab, block, ahead);
     }
     is_empty_ = false;
+    pending_ = nullptr;
   }
 
   // Values of 32 tokens are a unit. While one is multiplied, the next is packed: by the first block
   // of rows, and the first unit of the next slab by the last block.
   void add_block(int slab, int block, Fetch& ahead) {
-    const int units = groups_ / 2;
+    const int units = pending_->groups / 2;
     float* to = sums(slab, block);
     if (is_empty_) {
       clear_matrix<0>();
@@ -335,9 +353,9 @@ class MatrixAttention {
 
   // With one block of rows, two units are alive at a time; else those of a slab, and one more.
   Unit unit_at(int slab, int k) const {
-    const int units = groups_ / 2, alive = row_blocks_ == 1 ? 2 : units + 1;
+    const int units = pending_->groups / 2, alive = row_blocks_ == 1 ? 2 : units + 1;
     char* packed = packed_ + (slab * units + k) % alive * kUnitBytes;
-    const Rows &first = values_[2 * k], &second = values_[2 * k + 1];
+    const Rows &first = pending_->values[2 * k], &second = pending_->values[2 * k + 1];
     const int64_t offset = slab * kSlab * 2;
     return {{first.start + offset, first.stride, packed},
             {second.start + offset, second.stride, packed + kMatrixBytes / 2},
@@ -367,7 +385,7 @@ class MatrixAttention {
     }
     const int64_t bytes = padded_dim_v_ * 2;
     for (int t = 0; t < tile.count; t++) {
-      memcpy(copied_values_ + t * bytes, tile.value[t], task_.head_dim_v * 2);
+      memcpy(gathered_[0].copied_values + t * bytes, tile.value[t], task_.head_dim_v * 2);
     }
     for (int row = 0; row < rows_; row++) {
       const Seen seen = seen_by(task_, tile, row % task_.num_queries);
@@ -394,7 +412,7 @@ class MatrixAttention {
         Vector x = times(load(low), broadcast(decay[0]));
         Vector y = times(load(high), broadcast(decay[0]));
         for (int t = seen.first; t < seen.last; t++) {
-          const Words value = load_words(copied_values_ + t * bytes + 2 * d);
+          const Words value = load_words(gathered_[0].copied_values + t * bytes + 2 * d);
           const Vector weight = broadcast(weights[t]);
           x = times_plus(as_floats(alternate_low(zero_words(), value)), weight, x);
           y = times_plus(as_floats(alternate_high(zero_words(), value)), weight, y);
@@ -444,13 +462,11 @@ class MatrixAttention {
   MatrixQuery query_;
   MatrixSoftmax softmax_;
   bool is_empty_ = true;  // sums_ is unwritten: nothing was added yet
-  char *weights_, *packed_, *copied_keys_, *copied_values_, *zeros_;
-  float *scores_, *sums_;
-
-  // Of the chunk at hand.
-  int groups_ = 0;
-  int seen_[kSlots / kGroup];  // tokens of each group; what follows them counts for nothing
-  Rows keys_[kSlots / kGroup], values_[kSlots / kGroup];
+  char *weights_, *packed_, *zeros_;
+  float *scores_[2], *sums_;
+  Weighing weighing_;
+  Gathered gathered_[2];
+  const Gathered* pending_ = nullptr;  // scored, but not yet added
 };
 
 void attend(const Task& task, Dtype) {

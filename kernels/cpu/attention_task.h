@@ -64,8 +64,8 @@ inline size_t vector_scratch_floats(size_t rows, size_t head_dim, size_t head_di
 }
 inline size_t matrix_scratch_floats(size_t rows, size_t head_dim, size_t head_dim_v) {
   const size_t padded_rows = rows + 32, padded_dim = head_dim + 32, padded_dim_v = head_dim_v + 64;
-  return padded_rows * (2 * padded_dim + padded_dim_v + 3 * kTile + 4) +
-         (kTile + 1) * (padded_dim + padded_dim_v) + 2 * kTile * 64 + 256;
+  return padded_rows * (2 * padded_dim + padded_dim_v + 5 * kTile + 4) +
+         (2 * kTile + 1) * (padded_dim + padded_dim_v) + 2 * kTile * 64 + 256;
 }
 inline size_t scratch_floats(size_t rows, size_t head_dim, size_t head_dim_v) {
   const size_t vectors = vector_scratch_floats(rows, head_dim, head_dim_v);
