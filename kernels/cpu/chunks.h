@@ -3,24 +3,23 @@
 // Included inside the including file's own namespace, after tiles.h.
 
 constexpr int kGroup = 16;  // keys that make one matrix
+constexpr int kChunkTiles = 2;
 
 // A few tiles that every query token sees; or one tile that only some see.
-template <int kTiles>
 struct Chunk {
-  Tile tiles[kTiles];
+  Tile tiles[kChunkTiles];
   int num_tiles = 0;
 };
 
 // The chunks of a task. Tiles are found one ahead, to know whether the next one may join.
-template <int kTiles>
 class Chunks {
  public:
   explicit Chunks(const Task& task) : tiles_(task), more_(tiles_.next(ahead_)) {}
 
   // Fills the chunk; false, with no tile, when nothing is left.
-  bool next(Chunk<kTiles>& chunk) {
+  bool next(Chunk& chunk) {
     chunk.num_tiles = 0;
-    while (more_ && chunk.num_tiles < kTiles) {
+    while (more_ && chunk.num_tiles < kChunkTiles) {
       if (chunk.num_tiles > 0 && !ahead_.seen_by_all) break;
       chunk.tiles[chunk.num_tiles++] = ahead_;
       more_ = tiles_.next(ahead_);
@@ -37,7 +36,6 @@ class Chunks {
 
 // Fetches what the next chunk will read into the second-level cache, some lines at a time, in the
 // order of addresses as far as tokens lie end to end.
-template <int kTiles>
 class Ahead {
  public:
   // Where the next lines lie, and the end of the tokens that follow them. Loops keep it to
@@ -51,7 +49,7 @@ class Ahead {
   Ahead(int64_t key_bytes, int64_t value_bytes, int lines_at_a_time)
       : bytes_{key_bytes, value_bytes}, lines_at_a_time_(lines_at_a_time) {}
 
-  void start(const Chunk<kTiles>& chunk) {
+  void start(const Chunk& chunk) {
     chunk_ = &chunk;
     tile_ = token_ = 0;
     values_ = false;
@@ -100,7 +98,7 @@ class Ahead {
 
   const int64_t bytes_[2];
   const int lines_at_a_time_;
-  const Chunk<kTiles>* chunk_ = nullptr;
+  const Chunk* chunk_ = nullptr;
   int tile_ = 0, token_ = 0;
   bool values_ = false;
 };

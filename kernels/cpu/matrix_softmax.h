@@ -28,14 +28,13 @@ struct MatrixSoftmax {
 // Weights of a chunk, found a step at a time between the products of another.
 class Weighing {
  public:
-  // Scores of all rows, [matrix of rows][`stride` slots][16 rows], of which the first `slots` count;
-  // they become [matrix of rows][stride / 32 matrices], each 16 rows by 32 slots.
-  void start(const MatrixSoftmax& softmax, const float* scores, int stride, int slots,
-             int row_matrices, char* weights) {
+  // Scores of all rows, [matrix of rows][slot][16 rows], of which the first `slots` count; they
+  // become [matrix of rows][kSteps matrices], each 16 rows by 32 slots.
+  void start(const MatrixSoftmax& softmax, const float* scores, int slots, int row_matrices,
+             char* weights) {
     softmax_ = softmax;
     next_scores_ = scores;
     next_weights_ = weights;
-    stride_ = stride;
     slots_ = slot_ = slots;
     row_ = -kGroup;
     last_row_ = (row_matrices - 1) * kGroup;
@@ -65,8 +64,8 @@ class Weighing {
     row_ += kGroup;
     scores_ = next_scores_;
     weights_ = next_weights_;
-    next_scores_ += stride_ * 16;
-    next_weights_ += stride_ / kNumbers * kMatrixBytes;
+    next_scores_ += kSlots * 16;
+    next_weights_ += kSteps * kMatrixBytes;
     const Vector before = load(softmax_.tops + row_);
     Vector highest[4] = {before, before, before, before};
     for (int slot = 0; slot < slots_; slot += 4) {
@@ -98,7 +97,7 @@ class Weighing {
   MatrixSoftmax softmax_;
   const float *next_scores_ = nullptr, *scores_ = nullptr;
   char *next_weights_ = nullptr, *weights_ = nullptr;
-  int stride_ = 0, slots_ = 0, slot_ = 0, row_ = 0, last_row_ = 0;
+  int slots_ = 0, slot_ = 0, row_ = 0, last_row_ = 0;
   Vector base_, total_, rounded_;
   Words pairs_[kGroup];
 };

@@ -1,0 +1,159 @@
+// Sums of weights times values.
+//
+// Included inside the namespace of one instruction set, by way of attention_amx.h.
+
+// [slab of numbers][block of rows][matrix of rows][matrix of numbers], each 16 rows by 16 numbers.
+// Two matrices hold 32 numbers: the first one those 0 ... 3 of each eight.
+template <int kRowMatrices>
+class MatrixSums {
+ public:
+  static constexpr int kSlab = Blocking<kRowMatrices>::kOthers * 16;  // numbers at a time
+
+  // `sums` takes all rows times the padded numbers, `packed` packed_bytes().
+  MatrixSums(int row_blocks, int padded_dim_v, float* sums, char* packed)
+      : row_blocks_(row_blocks), padded_dim_v_(padded_dim_v), sums_(sums), packed_(packed) {}
+
+  static constexpr int packed_bytes() { return (kSteps + 1) * kUnitBytes; }
+
+  // Nothing was added yet; what is stored is unwritten.
+  bool is_empty() const { return is_empty_; }
+
+  void clear() {
+    memset(sums_, 0, sizeof(float) * row_blocks_ * Blocking<kRowMatrices>::kRows * padded_dim_v_);
+    is_empty_ = false;
+  }
+
+  // Of 32 numbers from d on: those in the first matrix; the others lie a matrix further.
+  float* of(int row, int d) const {
+    const int within = row % Blocking<kRowMatrices>::kRows;
+    return block(d / kSlab, row / Blocking<kRowMatrices>::kRows) +
+           within / kGroup * Blocking<kRowMatrices>::kOthers * kMatrixFloats +
+           d % kSlab / 16 * kMatrixFloats + within % kGroup * 16;
+  }
+
+  void decay(int row, float by) {
+    const Vector factor = broadcast(by);
+    for (int d = 0; d < padded_dim_v_; d += kNumbers) {
+      float *low = of(row, d), *high = low + kMatrixFloats;
+      store(low, times(load(low), factor));
+      store(high, times(load(high), factor));
+    }
+  }
+
+  // weights: [matrix of rows][kSteps matrices], each 16 rows by 32 tokens.
+  void add(const MatrixChunk& chunk, const char* weights, Ahead& ahead) {
+    for (int part = 0; part < 4; part++) unit_at(chunk, 0, 0).pack(part);
+    for (int slab = 0; slab < padded_dim_v_ / kSlab; slab++) {
+      for (int block = 0; block < row_blocks_; block++) {
+        const int64_t first = int64_t(block) * kRowMatrices * kSteps * kMatrixBytes;
+        add_block(chunk, slab, block, weights + first, ahead);
+      }
+    }
+    is_empty_ = false;
+  }
+
+ private:
+  static constexpr int kOthers = Blocking<kRowMatrices>::kOthers;
+  static constexpr int kUnitBytes = kOthers * kMatrixBytes;
+
+  // A slab of the values of 32 tokens, two groups.
+  struct Unit {
+    Packing<kOthers> first, second;
+    char* packed;
+
+    SPARSEKV_MEMBER void pack(int quarter) const {
+      first.pack(quarter);
+      second.pack(quarter);
+    }
+  };
+
+  // While a unit is multiplied, the next is packed: by the first block of rows, and the first unit
+  // of the next slab by the last block. So with one block, two packed units are alive at a time;
+  // else those of a slab, and one more.
+  Unit unit_at(const MatrixChunk& chunk, int slab, int k) const {
+    int place = k;
+    if (row_blocks_ == 1) {
+      place = (slab * chunk.groups / 2 + k) % 2;
+    } else if (k == 0 && slab % 2 == 1) {
+      place = kSteps;
+    }
+    char* packed = packed_ + place * kUnitBytes;
+    const Rows &first = chunk.values[2 * k], &second = chunk.values[2 * k + 1];
+    const int64_t offset = slab * kSlab * 2;
+    return {{first.start + offset, first.stride, packed},
+            {second.start + offset, second.stride, packed + kMatrixBytes / 2},
+            packed};
+  }
+
+  void add_block(const MatrixChunk& chunk, int slab, int block, const char* weights,
+                 Ahead& ahead) {
+    float* to = this->block(slab, block);
+    if (is_empty_) {
+      clear_matrix<0>();
+      clear_matrix<1>();
+      clear_matrix<2>();
+      clear_matrix<3>();
+    } else {
+      load_matrix<0>(to, 64);
+      load_matrix<1>(to + kMatrixFloats, 64);
+      load_matrix<2>(to + 2 * kMatrixFloats, 64);
+      load_matrix<3>(to + 3 * kMatrixFloats, 64);
+    }
+    Ahead::Lines lines = ahead.lines;
+    const int units = chunk.groups / 2;
+    const bool packs_slab = block + 1 == row_blocks_ && (slab + 1) * kSlab < padded_dim_v_;
+    Unit unit = unit_at(chunk, slab, 0);
+    for (int k = 0; k < units; k++, weights += kMatrixBytes) {
+      const char* values = unit.packed;
+      const bool is_last = k + 1 == units;
+      const bool packs = is_last ? packs_slab : block == 0;
+      unit = is_last ? unit_at(chunk, slab + 1, 0) : unit_at(chunk, slab, k + 1);
+      const auto between = [&](int quarter) __attribute__((always_inline)) {
+        if (packs) unit.pack(quarter);
+        ahead.fetch_some(lines);
+      };
+      if constexpr (kRowMatrices == 1) {
+        load_matrix<4>(weights, 64);
+        load_matrix<5>(values, 64);
+        load_matrix<6>(values + kMatrixBytes, 64);
+        load_matrix<7>(values + 2 * kMatrixBytes, 64);
+        between(0);
+        multiply_matrices<0, 4, 5>();
+        between(1);
+        multiply_matrices<1, 4, 6>();
+        between(2);
+        multiply_matrices<2, 4, 7>();
+        load_matrix<5>(values + 3 * kMatrixBytes, 64);
+        between(3);
+        multiply_matrices<3, 4, 5>();
+      } else {
+        load_matrix<6>(values, 64);
+        load_matrix<7>(values + kMatrixBytes, 64);
+        load_matrix<4>(weights, 64);
+        load_matrix<5>(weights + kSteps * kMatrixBytes, 64);
+        between(0);
+        multiply_matrices<0, 4, 6>();
+        between(1);
+        multiply_matrices<1, 4, 7>();
+        between(2);
+        multiply_matrices<2, 5, 6>();
+        between(3);
+        multiply_matrices<3, 5, 7>();
+      }
+    }
+    ahead.lines = lines;
+    store_matrix<0>(to, 64);
+    store_matrix<1>(to + kMatrixFloats, 64);
+    store_matrix<2>(to + 2 * kMatrixFloats, 64);
+    store_matrix<3>(to + 3 * kMatrixFloats, 64);
+  }
+
+  float* block(int slab, int block) const {
+    return sums_ + (int64_t(slab) * row_blocks_ + block) * kMatricesOfSums * kMatrixFloats;
+  }
+
+  const int row_blocks_, padded_dim_v_;
+  float* const sums_;
+  char* const packed_;  // units of values
+  bool is_empty_ = true;
+};
