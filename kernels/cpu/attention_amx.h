@@ -87,7 +87,7 @@ class MatrixAttention {
     Ahead ahead(task_.head_dim * 2, values_in_keys_ ? 0 : task_.head_dim_v * 2,
                 lines_for_each_product());
     configure_matrices();
-    bool more = chunks.next(chunk[0]);
+    bool more = chunks.next(chunk[0], 1);  // a short one: nothing else is done while it is fetched
     ahead.start(chunk[0]);
     ahead.fetch_rest();
     query_.lay_out();  // meanwhile

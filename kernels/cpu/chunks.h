@@ -16,10 +16,10 @@ class Chunks {
  public:
   explicit Chunks(const Task& task) : tiles_(task), more_(tiles_.next(ahead_)) {}
 
-  // Fills the chunk; false, with no tile, when nothing is left.
-  bool next(Chunk& chunk) {
+  // Fills the chunk with up to so many tiles; false, with no tile, when nothing is left.
+  bool next(Chunk& chunk, int most_tiles = kChunkTiles) {
     chunk.num_tiles = 0;
-    while (more_ && chunk.num_tiles < kChunkTiles) {
+    while (more_ && chunk.num_tiles < most_tiles) {
       if (chunk.num_tiles > 0 && !ahead_.seen_by_all) break;
       chunk.tiles[chunk.num_tiles++] = ahead_;
       more_ = tiles_.next(ahead_);

@@ -59,7 +59,6 @@ class MatrixSums {
   // A slab of the values of 32 tokens, two groups.
   struct Unit {
     Packing<kOthers> first, second;
-    char* packed;
 
     SPARSEKV_MEMBER void pack(int quarter) const {
       first.pack(quarter);
@@ -67,24 +66,23 @@ class MatrixSums {
     }
   };
 
-  // While a unit is multiplied, the next is packed: by the first block of rows, and the first unit
-  // of the next slab by the last block. So with one block, two packed units are alive at a time;
-  // else those of a slab, and one more.
   Unit unit_at(const MatrixChunk& chunk, int slab, int k) const {
-    int place = k;
-    if (row_blocks_ == 1) {
-      place = (slab * chunk.groups / 2 + k) % 2;
-    } else if (k == 0 && slab % 2 == 1) {
-      place = kSteps;
-    }
-    char* packed = packed_ + place * kUnitBytes;
+    char* packed = packed_at(chunk.groups / 2, slab, k);
     const Rows &first = chunk.values[2 * k], &second = chunk.values[2 * k + 1];
     const int64_t offset = slab * kSlab * 2;
     return {{first.start + offset, first.stride, packed},
-            {second.start + offset, second.stride, packed + kMatrixBytes / 2},
-            packed};
+            {second.start + offset, second.stride, packed + kMatrixBytes / 2}};
   }
 
+  // One block of rows needs but the unit at hand and the next, close together in the first-level
+  // cache. Several need those of the slab; and the first of the next slab beside the last of it.
+  char* packed_at(int units, int slab, int k) const {
+    if (kRowMatrices == 1) return packed_ + ((slab * units + k) & 1) * kUnitBytes;
+    return packed_ + (k == 0 && slab % 2 == 1 ? kSteps : k) * kUnitBytes;
+  }
+
+  // While a unit is multiplied, the next is packed: by the first block of rows, and the first unit
+  // of the next slab by the last block.
   void add_block(const MatrixChunk& chunk, int slab, int block, const char* weights,
                  Ahead& ahead) {
     float* to = this->block(slab, block);
@@ -104,7 +102,7 @@ class MatrixSums {
     const bool packs_slab = block + 1 == row_blocks_ && (slab + 1) * kSlab < padded_dim_v_;
     Unit unit = unit_at(chunk, slab, 0);
     for (int k = 0; k < units; k++, weights += kMatrixBytes) {
-      const char* values = unit.packed;
+      const char* values = unit.first.to;
       const bool is_last = k + 1 == units;
       const bool packs = is_last ? packs_slab : block == 0;
       unit = is_last ? unit_at(chunk, slab + 1, 0) : unit_at(chunk, slab, k + 1);
