@@ -13,7 +13,7 @@ class MatrixSums {
   MatrixSums(int row_blocks, int padded_dim_v, float* sums, char* packed)
       : row_blocks_(row_blocks), padded_dim_v_(padded_dim_v), sums_(sums), packed_(packed) {}
 
-  static constexpr int packed_bytes() { return (kSteps + 1) * kUnitBytes; }
+  static constexpr int packed_bytes() { return kPlaces * kUnitBytes; }
 
   // Nothing was added yet; what is stored is unwritten.
   bool is_empty() const { return is_empty_; }
@@ -55,6 +55,7 @@ class MatrixSums {
  private:
   static constexpr int kOthers = Blocking<kRowMatrices>::kOthers;
   static constexpr int kUnitBytes = kOthers * kMatrixBytes;
+  static constexpr int kPlaces = kRowMatrices == 1 ? 2 : kSteps + 1;
 
   // A slab of the values of 32 tokens, two groups.
   struct Unit {
@@ -99,6 +100,7 @@ class MatrixSums {
     }
     Ahead::Lines lines = ahead.lines;
     const int units = chunk.groups / 2;
+    const float* next_sums = to + kMatricesOfSums * kMatrixFloats;
     const bool packs_slab = block + 1 == row_blocks_ && (slab + 1) * kSlab < padded_dim_v_;
     Unit unit = unit_at(chunk, slab, 0);
     for (int k = 0; k < units; k++, weights += kMatrixBytes) {
@@ -109,6 +111,7 @@ class MatrixSums {
       const auto between = [&](int quarter) __attribute__((always_inline)) {
         if (packs) unit.pack(quarter);
         ahead.fetch_some(lines);
+        if (kRowMatrices > 1) next_sums = fetch_sums(next_sums);
       };
       if constexpr (kRowMatrices == 1) {
         load_matrix<4>(weights, 64);
@@ -144,6 +147,14 @@ class MatrixSums {
     store_matrix<1>(to + kMatrixFloats, 64);
     store_matrix<2>(to + 2 * kMatrixFloats, 64);
     store_matrix<3>(to + 3 * kMatrixFloats, 64);
+  }
+
+  // Some lines into the first-level cache, which the sums of more rows do not stay in: by the last
+  // product of a whole chunk, those of a block.
+  SPARSEKV_MEMBER static const float* fetch_sums(const float* sums) {
+    constexpr int kLines = kMatricesOfSums * kMatrixBytes / 64 / (4 * kSteps);
+    for (int i = 0; i < kLines; i++, sums += 16) __builtin_prefetch(sums, 0, 3);
+    return sums;
   }
 
   float* block(int slab, int block) const {
