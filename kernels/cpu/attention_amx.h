@@ -19,9 +19,9 @@
 // Measured with keys in the second-level cache, on a core near 2.5 GHz: 66 and 160 ns a key, where
 // the products take 14 and 52. The rest is lines that come from that cache to be multiplied or
 // packed: of MLA more than 40, for the 18 of a key. Each occupies one of a core's 16 buffers for as
-// long as it is waited for, and so do lines from DRAM: of MLA, little of either hides the other.
-// Chunks of more keys would move the sums less often, but three chunks must stay in the second-
-// level cache, of which less than 1 MB was of use: from 192 keys on, what is won is lost again.
+// long as it is waited for, and so does what is fetched from DRAM; one waits for the other. Chunks
+// of more keys would move the sums less often, but three chunks must stay in the second-level
+// cache, of which less than 1 MB was of use: from 192 keys on, what is won is lost again.
 //
 // Operands are loaded together and then multiplied: where the processor slows its matrix unit down
 // (a full package), loads and products take turns, and each change of turns costs.
@@ -40,9 +40,8 @@ constexpr int kNumbers = 32;  // of bf16 in a row of a matrix
 constexpr int kMatrixBytes = 1024;
 constexpr int kMatrixFloats = 256;
 constexpr int kMatricesOfSums = 4;
-constexpr int kSlots = kChunkTiles * kTile;  // of the tokens of a chunk
-constexpr int kSteps = kSlots / kNumbers;    // matrices of weights along them
-constexpr int kMostParts = 3;                // bf16 numbers that add up to any float
+constexpr int kSteps = kSlots / kNumbers;  // matrices of weights along the keys of a chunk
+constexpr int kMostParts = 3;              // bf16 numbers that add up to any float
 
 SPARSEKV_INLINE int rounded_up(int n, int step) { return (n + step - 1) / step * step; }
 SPARSEKV_INLINE int smaller(int a, int b) { return a < b ? a : b; }
@@ -92,7 +91,7 @@ class MatrixAttention {
     Chunks chunks(task_);
     Chunk chunk[2];
     Ahead ahead(task_.head_dim * 2, values_in_keys_ ? 0 : task_.head_dim_v * 2,
-                lines_for_each_product());
+                products_of_chunk());
     configure_matrices();
     bool more = chunks.next(chunk[0], 1);  // a short one: nothing else is done while it is fetched
     ahead.start(chunk[0]);
@@ -128,14 +127,9 @@ class MatrixAttention {
   }
   float* take_floats(int64_t count) { return reinterpret_cast<float*>(take(count * 4)); }
 
-  // So many that the next chunk is there when the products of this one are done.
-  int lines_for_each_product() const {
-    const int of_keys = (task_.head_dim * 2 + 63) / 64;
-    const int of_values = values_in_keys_ ? 0 : (task_.head_dim_v * 2 + 63) / 64;
-    const int lines = kSlots * (of_keys + of_values);
-    const int products = row_blocks_ * kRowMatrices *
-                         (kSlots / 16 * padded_dim_ / kNumbers + kSteps * padded_dim_v_ / 16);
-    return (lines + products - 1) / products;
+  int products_of_chunk() const {
+    return row_blocks_ * kRowMatrices *
+           (kSlots / kGroup * padded_dim_ / kNumbers + kSteps * padded_dim_v_ / 16);
   }
 
   // scores: [matrix of rows][slot][16 rows].

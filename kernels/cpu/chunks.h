@@ -4,6 +4,7 @@
 
 constexpr int kGroup = 16;  // keys that make one matrix
 constexpr int kChunkTiles = 2;
+constexpr int kSlots = kChunkTiles * kTile;  // for the keys of a chunk
 
 // A few tiles that every query token sees; or one tile that only some see.
 struct Chunk {
@@ -34,41 +35,48 @@ class Chunks {
   bool more_;
 };
 
-// Fetches what the next chunk will read into the second-level cache, some lines at a time, in the
-// order of addresses as far as tokens lie end to end.
+// Fetches what the next chunk will read into the second-level cache, some lines at a step; of
+// tokens that lie end to end from four places in turn, as Fetcher does and for its reason.
 class Ahead {
  public:
-  // Where the next lines lie, and the end of the tokens that follow them. Loops keep it to
-  // themselves while they run: then it stays in registers.
+  // What is next of tokens that lie end to end: the first of kPlaces lines, where its part ends,
+  // and how far the parts are apart. Loops keep it to themselves while they run: then it stays in
+  // registers.
   struct Lines {
     const char* at;
     const char* end;
+    int64_t apart;
+    int steps_left;  // until it is read again
   };
 
-  // Bytes of a token's key and value; 0 for values that lie inside the keys.
-  Ahead(int64_t key_bytes, int64_t value_bytes, int lines_at_a_time)
-      : bytes_{key_bytes, value_bytes}, lines_at_a_time_(lines_at_a_time) {}
+  // Bytes of a token's key and value, 0 for values that lie inside the keys; and the steps for a
+  // chunk, of which the last may leave a little.
+  Ahead(int64_t key_bytes, int64_t value_bytes, int steps) : bytes_{key_bytes, value_bytes} {
+    const int lines = kSlots * int((key_bytes + 63) / 64 + (value_bytes + 63) / 64);
+    const int rounds = (lines + kPlaces - 1) / kPlaces;
+    const int nearest = (rounds + steps / 2) / steps;
+    rounds_in_a_turn_ = nearest > 1 ? nearest : 1;
+    steps_for_a_turn_ = steps > rounds ? steps / rounds : 1;
+  }
 
   void start(const Chunk& chunk) {
     chunk_ = &chunk;
     tile_ = token_ = 0;
     values_ = false;
-    lines = {nullptr, nullptr};
+    lines = {nullptr, nullptr, 0, steps_for_a_turn_};
   }
 
   SPARSEKV_MEMBER void fetch_some(Lines& lines) {
-    if (lines.at >= lines.end) {
-      lines = find();
-      if (!lines.at) return;
-    }
-    const char* at = lines.at;
-    for (int i = lines_at_a_time_; i > 0; i--, at += 64) __builtin_prefetch(at, 0, 2);
-    lines.at = at;
+    if (--lines.steps_left > 0) return;
+    if (lines.at >= lines.end) lines = find();
+    lines.steps_left = steps_for_a_turn_;
+    if (!lines.at) return;
+    for (int i = rounds_in_a_turn_; i > 0; i--) fetch_round(lines);
   }
 
   void fetch_rest() {
     do {
-      for (; lines.at < lines.end; lines.at += 64) __builtin_prefetch(lines.at, 0, 2);
+      while (lines.at < lines.end) fetch_round(lines);
       lines = find();
     } while (lines.at);
   }
@@ -76,6 +84,17 @@ class Ahead {
   Lines lines;
 
  private:
+  static constexpr int kPlaces = 4;
+
+  SPARSEKV_MEMBER static void fetch_round(Lines& lines) {
+    const char* at = lines.at;
+    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at + lines.apart, 0, 2);
+    __builtin_prefetch(at + 2 * lines.apart, 0, 2);
+    __builtin_prefetch(at + 3 * lines.apart, 0, 2);
+    lines.at = at + 64;
+  }
+
   // The next tokens that lie end to end: first all keys of a tile, then its values.
   __attribute__((noinline)) Lines find() {
     while (tile_ < chunk_->num_tiles) {
@@ -91,13 +110,15 @@ class Ahead {
       const char* at = tokens[token_++];
       const char* end = at + bytes;
       for (; token_ < tile.count && tokens[token_] == end; token_++) end += bytes;
-      return {at, end};
+      constexpr int64_t kRound = kPlaces * 64;
+      const int64_t apart = end - at < kRound ? 0 : (end - at + kRound - 1) / kRound * 64;
+      return {at, apart > 0 ? at + apart : end, apart, 0};
     }
-    return {nullptr, nullptr};
+    return {nullptr, nullptr, 0, 0};
   }
 
   const int64_t bytes_[2];
-  const int lines_at_a_time_;
+  int rounds_in_a_turn_, steps_for_a_turn_;
   const Chunk* chunk_ = nullptr;
   int tile_ = 0, token_ = 0;
   bool values_ = false;
