@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Twin, accelerators, build, geometry, interrupt, new_tokens, spec
+from harness import Twin, accelerators, build, geometry, new_tokens, spec
 from simulated_streams import LateCaller
-from test_step import TOLERANCE, assert_attends, whole
+from test_step import TOLERANCE, assert_attends, assert_redone_after_ctrl_c, whole
 
 from sparsekv.attention import HostCalls, HostJobs, host_jobs
 from sparsekv.engine import attend
@@ -211,15 +211,7 @@ def test_ctrl_c_at_any_line_of_a_step_leaves_it_to_be_done_again(device, no_call
     twin = Twin(build(spec(batch_size=1), share=0.5, device=device))
     twin.append(31)
     query = torch.randn(1, 4, 1, 4, device=device)
-    expected = [whole(twin, layer_idx, query, 0.3) for layer_idx in range(2)]
-    at_line = 1
-    while interrupt(at_line, lambda: attend(twin.cache, 0, query, 0.3)):
-        for layer_idx in (1, 0):
-            found = attend(twin.cache, layer_idx, query, 0.3)
-            torch.testing.assert_close(found, expected[layer_idx], atol=1e-5, rtol=1e-5)
-        at_line += stride
-    assert at_line > 50
-    twin.check()
+    assert_redone_after_ctrl_c(twin, query, stride)
 
 
 # Lifetime

@@ -6,9 +6,9 @@ import weakref
 import prepared_ops
 import pytest
 import torch
-from harness import Twin, accelerators, build, geometry, interrupt, regions, spec
+from harness import Twin, accelerators, build, geometry, regions, spec
 from simulated_streams import ACCELERATORS
-from test_step import TOLERANCE, assert_attends, whole
+from test_step import TOLERANCE, assert_attends, assert_redone_after_ctrl_c, whole
 
 from sparsekv.attention import decode
 from sparsekv.engine import attend
@@ -197,15 +197,7 @@ def test_ctrl_c_at_any_line_of_a_step_leaves_it_to_be_done_again(stride):
     twin.append(57)
     steps(twin, 2)
     query = torch.randn(1, 4, 1, 4)
-    expected = [whole(twin, layer_idx, query, 0.3) for layer_idx in range(2)]
-    at_line = 1
-    while interrupt(at_line, lambda: attend(twin.cache, 0, query, 0.3)):
-        for layer_idx in (1, 0):
-            found = attend(twin.cache, layer_idx, query, 0.3)
-            torch.testing.assert_close(found, expected[layer_idx], atol=1e-5, rtol=1e-5)
-        at_line += stride
-    assert at_line > 50
-    twin.check()
+    assert_redone_after_ctrl_c(twin, query, stride)
 
 
 # Lifetime

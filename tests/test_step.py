@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import Twin, build, geometry, regions, spec
+from harness import Twin, build, geometry, interrupt, regions, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +54,19 @@ def assert_attends(twin, num_queries, group_size=2, **masks):
             usual = plain(twin, layer_idx, query, 0.3)
             tolerance = max(tolerance, 2 * (usual - expected).abs().max().item())
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=1e-5)
+
+
+def assert_redone_after_ctrl_c(twin, query, stride):
+    """A step of the first of two layers that Ctrl-C ends at any line can be done again."""
+    expected = [whole(twin, layer_idx, query, 0.3) for layer_idx in range(2)]
+    at_line = 1
+    while interrupt(at_line, lambda: attend(twin.cache, 0, query, 0.3)):
+        for layer_idx in (1, 0):
+            found = attend(twin.cache, layer_idx, query, 0.3)
+            torch.testing.assert_close(found, expected[layer_idx], atol=1e-5, rtol=1e-5)
+        at_line += stride
+    assert at_line > 50
+    twin.check()
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.5, 1])
