@@ -248,7 +248,7 @@ class Attention {
 
   void write() {
     for (int r = 0; r < rows_; r++) {
-      float* out = task_.partial + int64_t(r) * (task_.head_dim_v + 2);
+      float* out = task_.partial + r * partial_row_floats(task_.head_dim_v);
       for (int d = 0; d < task_.head_dim_v; d += kChunk) {
         const float* sums = sums_ + chunk(r, padded_dim_v_, d);
         if (d + kChunk <= task_.head_dim_v) {

@@ -231,7 +231,7 @@ class MatrixAttention {
   // which is exact, stays for who merges.
   void write() {
     for (int row = 0; row < rows_; row++) {
-      float* out = task_.partial + int64_t(row) * (task_.head_dim_v + 2);
+      float* out = task_.partial + row * partial_row_floats(task_.head_dim_v);
       const float total = softmax_.totals[row], rounded = softmax_.rounded_totals[row];
       const float factor = rounded > 0.0f ? total / rounded : 1.0f;
       for (int d = 0; d < task_.head_dim_v; d += kNumbers) {

@@ -340,7 +340,7 @@ class GroupAttention {
     store(tops, tops_);
     Vector wrong = broadcast(0.0f);
     for (int row = 0; row < rows_; row++) {
-      float* out = task_.partial + int64_t(row) * (task_.head_dim_v + 2);
+      float* out = task_.partial + row * partial_row_floats(task_.head_dim_v);
       for (int d = 0; d < task_.head_dim_v; d += kNumbers) {
         Vector numbers[2] = {broadcast(0.0f), broadcast(0.0f)};
         for (int odd = 0; odd < 2 && !is_empty_; odd++) {

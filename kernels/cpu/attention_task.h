@@ -49,12 +49,15 @@ struct Task {
   int64_t begin;              // range of keys, counted through all segments, or through the blocks
   int64_t end;
 
-  float* partial;  // (rows, head_dim_v + 2): weighted values, total weight, largest score
+  float* partial;  // (rows, partial_row_floats): weighted values, total weight, largest score
   float* scratch;  // scratch_floats(...) of them, aligned to 64 bytes
 };
 
 // Query rows of a task: row r is head r / num_queries of the group, token r % num_queries.
 inline int task_rows(const Task& task) { return task.group_size * task.num_queries; }
+
+// Rows start with a cache line.
+inline int64_t partial_row_floats(int64_t head_dim_v) { return (head_dim_v + 2 + 15) / 16 * 16; }
 
 // Upper bounds: of the vector kernels, with rows padded to 8, numbers to 32, lanes up to 16; and of
 // the matrix kernels, with rows and numbers of keys padded to 32, numbers of values to 64.

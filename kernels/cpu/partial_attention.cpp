@@ -35,7 +35,7 @@ class Work {
         kernel_(kernel),
         plan_(call),
         pool_(shared_pool()),
-        scratch_size_(scratch_floats(plan_.rows, call.head_dim, call.head_dim_v) + 16),
+        scratch_size_((scratch_floats(plan_.rows, call.head_dim, call.head_dim_v) + 15) / 16 * 16),
         partials_size_(plan_.passes_at_once * plan_.ranges() * plan_.rows * plan_.row_floats),
         workspace_(partials_size_ + scratch_size_ * std::max(1, pool_->size() + 1)),
         unfinished_(plan_.passes_at_once * plan_.pairs),
@@ -97,16 +97,15 @@ class Work {
     task.blocks = call_.block_size > 0 ? call_.block_indices + pair * call_.max_blocks : nullptr;
     task.block_size = plan_.block_size;
     task.num_keys = plan_.num_keys;
-    task.begin = (range - plan_.first_range(pair)) * plan_.keys_per_task;
-    task.end = std::min(plan_.length(pair), task.begin + plan_.keys_per_task);
+    task.begin = plan_.begin(range);
+    task.end = plan_.end(range, pair);
     task.partial = partial(pass_at_once, range);
 
     const size_t taken = take_scratch();
-    float* scratch = workspace_.get() + partials_size_ + taken * scratch_size_;
-    task.scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~63ull);
+    task.scratch = workspace_.get() + partials_size_ + taken * scratch_size_;
     kernel_.attend(task, Dtype(call_.dtype));
+    if (unfinished_[list].fetch_sub(1) == 1) merge(pass_at_once, pass, pair, task.scratch);
     free_scratch_[taken].store(true, std::memory_order_release);
-    if (unfinished_[list].fetch_sub(1) == 1) merge(pass_at_once, pass, pair);
   }
 
   // There is one for each thread that may work, so the search ends.
@@ -121,36 +120,51 @@ class Work {
            (pass_at_once * plan_.ranges() + range) * plan_.rows * plan_.row_floats;
   }
 
-  // Weighted values and weights of all ranges, relative to the largest score of them all.
-  void merge(int64_t pass_at_once, int64_t pass, int64_t pair) const {
+  // Weighted values and weights of all ranges, relative to the largest score of them all. Partial
+  // results are read as they lie: what others wrote is far away.
+  void merge(int64_t pass_at_once, int64_t pass, int64_t pair, float* scratch) const {
     const int64_t row = pair / call_.num_kv_heads, kv_head = pair % call_.num_kv_heads;
     const int64_t dim = call_.head_dim_v, tokens = num_queries(pass);
-    const int64_t ranges = plan_.num_ranges(pair), size = plan_.rows * plan_.row_floats;
-    const float* const partials = partial(pass_at_once, plan_.first_range(pair));
+    const int64_t rows = plan_.group_size * tokens, size = plan_.rows * plan_.row_floats;
+    const float* const first = partial(pass_at_once, plan_.first_range(pair));
+    const float* const last = first + plan_.num_ranges(pair) * size;
     const float factor_of_weight = weight_exponent(call_.softmax_scale);
-    constexpr float kNothing = -std::numeric_limits<float>::infinity();
-    for (int64_t r = 0; r < plan_.group_size * tokens; r++) {
+    const auto place = [&](int64_t r) {
       const int64_t head = kv_head * plan_.group_size + r / tokens;
       const int64_t query = pass * plan_.queries_per_pass + r % tokens;
-      const int64_t place = (row * call_.num_heads + head) * call_.num_queries + query;
-      float* out = call_.out + place * dim;
-      float top = kNothing;
-      for (int64_t range = 0; range < ranges; range++) {
-        top = std::max(top, partials[range * size + r * plan_.row_floats + dim + 1]);
+      return (row * call_.num_heads + head) * call_.num_queries + query;
+    };
+
+    constexpr float kNothing = -std::numeric_limits<float>::infinity();
+    double* const totals = reinterpret_cast<double*>(scratch);
+    float* const tops = scratch + 2 * plan_.rows;
+    for (int64_t r = 0; r < rows; r++) {
+      totals[r] = 0.0;
+      tops[r] = kNothing;
+      std::fill_n(call_.out + place(r) * dim, dim, 0.0f);
+    }
+    for (const float* part = first; part < last; part += size) {
+      for (int64_t r = 0; r < rows; r++) {
+        tops[r] = std::max(tops[r], part[r * plan_.row_floats + dim + 1]);
       }
-      const float base = std::max(top, -std::numeric_limits<float>::max());
-      std::fill(out, out + dim, 0.0f);
-      double total = 0.0;
-      for (int64_t range = 0; range < ranges; range++) {
-        const float* part = partials + range * size + r * plan_.row_floats;
+    }
+    for (const float* partial = first; partial < last; partial += size) {
+      for (int64_t r = 0; r < rows; r++) {
+        const float* const part = partial + r * plan_.row_floats;
+        const float base = std::max(tops[r], -std::numeric_limits<float>::max());
         const float weight = std::exp2((part[dim + 1] - base) * factor_of_weight);
-        total += double(weight) * part[dim];
+        float* const out = call_.out + place(r) * dim;
+        totals[r] += double(weight) * part[dim];
         for (int64_t d = 0; d < dim; d++) out[d] += weight * part[d];
       }
-      const float factor = total == 0.0 ? 1.0f : float(1.0 / total);
+    }
+    const double scale = std::abs(double(call_.softmax_scale));
+    for (int64_t r = 0; r < rows; r++) {
+      float* const out = call_.out + place(r) * dim;
+      const float factor = totals[r] == 0.0 ? 1.0f : float(1.0 / totals[r]);
       for (int64_t d = 0; d < dim; d++) out[d] *= factor;
-      const double scale = std::abs(double(call_.softmax_scale));
-      call_.lse[place] = total == 0.0 ? kNothing : float(top * scale + std::log(total));
+      call_.lse[place(r)] =
+          totals[r] == 0.0 ? kNothing : float(tops[r] * scale + std::log(totals[r]));
     }
   }
 

@@ -25,7 +25,7 @@ class Plan {
     queries_per_pass = std::min(call.num_queries, together);
     passes = divided_up(call.num_queries, queries_per_pass);
     rows = group_size * queries_per_pass;
-    row_floats = call.head_dim_v + 2;
+    row_floats = partial_row_floats(call.head_dim_v);
 
     lengths_.assign(pairs, num_keys);
     for (int64_t pair = 0; call.block_size > 0 && pair < pairs; pair++) {
@@ -39,32 +39,41 @@ class Plan {
 
     const int64_t products_per_key = rows * (call.head_dim + call.head_dim_v);
     const int64_t least = std::clamp<int64_t>(kLeastProducts / products_per_key, kTile, kLeastKeys);
-    const int64_t even = divided_up(passes * total, kTasksWanted);
     const int64_t partials_that_fit = kWorkspaceFloats / (rows * row_floats);
     // A pair's last range may be a short one, hence one more for each.
     const int64_t fitting =
         partials_that_fit > pairs ? divided_up(total, partials_that_fit - pairs) : longest;
-    keys_per_task = std::max(std::clamp(even, least, kMostKeys), fitting);
-    keys_per_task = divided_up(keys_per_task, kTile) * kTile;
 
-    first_range_.assign(pairs + 1, 0);
-    for (int64_t pair = 0; pair < pairs; pair++) {
-      const int64_t ranges = std::max<int64_t>(1, divided_up(lengths_[pair], keys_per_task));
-      first_range_[pair + 1] = first_range_[pair] + ranges;
+    int64_t left = total;
+    for (const int64_t length : lengths_) {
+      first_range_.push_back(ranges());
+      int64_t begin = 0;
+      do {
+        const int64_t share = divided_up(passes * left, kTasksAtOnce);
+        const int64_t keys = std::max(std::clamp(share, least, kMostKeys), fitting);
+        begins_.push_back(begin);
+        begin += divided_up(keys, kTile) * kTile;
+        left -= keys;
+      } while (begin < length);
     }
+    first_range_.push_back(ranges());
     passes_at_once = std::clamp<int64_t>(partials_that_fit / ranges(), 1, passes);
     products = pairs > 0 ? double(passes) * double(total) * double(products_per_key) : 0;
   }
 
   int64_t group_size, num_keys, block_size, pairs, queries_per_pass, passes, rows, row_floats;
-  int64_t keys_per_task, passes_at_once;
+  int64_t passes_at_once;
   double products;  // multiplications of the whole call
 
   // Of all pairs; those of a pair lie end to end.
-  int64_t ranges() const { return first_range_.back(); }
+  int64_t ranges() const { return int64_t(begins_.size()); }
   int64_t first_range(int64_t pair) const { return first_range_[pair]; }
   int64_t num_ranges(int64_t pair) const { return first_range_[pair + 1] - first_range_[pair]; }
-  int64_t length(int64_t pair) const { return lengths_[pair]; }
+  // Of its pair's keys, or of those of its blocks: the first, and the one after the last.
+  int64_t begin(int64_t range) const { return begins_[range]; }
+  int64_t end(int64_t range, int64_t pair) const {
+    return range + 1 < first_range_[pair + 1] ? begins_[range + 1] : lengths_[pair];
+  }
   int64_t pair_of(int64_t range) const {
     return std::upper_bound(first_range_.begin(), first_range_.end(), range) -
            first_range_.begin() - 1;
@@ -74,12 +83,13 @@ class Plan {
   static constexpr int64_t kRowsPerPass = 64;  // if a kv head has that many query rows
   static constexpr int64_t kQueriesPerPass = 8;
 
-  // Keys of one task: enough to be worth its start and its partial result, few enough that all
-  // threads end together and that a sum of single precision stays exact to its last digits.
-  static constexpr int64_t kLeastProducts = int64_t(16) << 20;
+  // Keys of one task: enough to be worth its start and its partial result, few enough that a sum of
+  // single precision stays exact to its last digits. Tasks become shorter towards the end, each a
+  // part of what is left then, so that few are needed for all threads to end together.
+  static constexpr int64_t kLeastProducts = int64_t(64) << 20;
   static constexpr int64_t kLeastKeys = 512;
   static constexpr int64_t kMostKeys = 8192;
-  static constexpr int64_t kTasksWanted = 512;
+  static constexpr int64_t kTasksAtOnce = 64;
 
   // Partial results that may be alive at a time.
   static constexpr int64_t kWorkspaceFloats = int64_t(16) << 20;
@@ -88,6 +98,7 @@ class Plan {
 
   std::vector<int64_t> lengths_;      // keys of each pair
   std::vector<int64_t> first_range_;  // of each pair, and the number of all
+  std::vector<int64_t> begins_;       // of each range, among the keys of its pair
 };
 
 }  // namespace sparsekv

@@ -3,11 +3,11 @@
 
 #include <atomic>
 #include <cstddef>
-#include <memory>
+#include <new>
 
 namespace sparsekv {
 
-// `size` floats, unwritten. A process keeps the last one that was given back; it takes no lock, so
+// `size` floats, unwritten, from a cache line on. A process keeps the last one that was given back; it takes no lock, so
 // a forked child may use it at once.
 class Workspace {
  public:
@@ -16,18 +16,25 @@ class Workspace {
       delete block_;
       block_ = nullptr;
     }
-    if (!block_) block_ = new Block{size, std::unique_ptr<float[]>(new float[size])};
+    if (!block_) block_ = new Block(size);
   }
   ~Workspace() { delete kept().exchange(block_); }
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
-  float* get() const { return block_->floats.get(); }
+  float* get() const { return block_->floats; }
 
  private:
   struct Block {
-    size_t size;
-    std::unique_ptr<float[]> floats;
+    explicit Block(size_t size)
+        : size(size), floats(static_cast<float*>(::operator new(size * sizeof(float), kLine))) {}
+    ~Block() { ::operator delete(floats, kLine); }
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+
+    static constexpr std::align_val_t kLine{64};
+    const size_t size;
+    float* const floats;
   };
 
   static std::atomic<Block*>& kept() {
