@@ -58,6 +58,8 @@ SPARSEKV_INLINE Words load_words(const void* p) { return _mm512_loadu_si512(p); 
 SPARSEKV_INLINE void store_words(void* p, Words x) { _mm512_storeu_si512(p, x); }
 SPARSEKV_INLINE Words zero_words() { return _mm512_setzero_si512(); }
 SPARSEKV_INLINE Vector as_floats(Words x) { return _mm512_castsi512_ps(x); }
+SPARSEKV_INLINE Words as_words(Vector x) { return _mm512_castps_si512(x); }
+SPARSEKV_INLINE Words either(Words a, Words b) { return _mm512_or_si512(a, b); }
 
 // Numbers 0 ... 3 of each eight of a and b, alternating; and numbers 4 ... 7.
 SPARSEKV_INLINE Words alternate_low(Words a, Words b) { return _mm512_unpacklo_epi16(a, b); }
@@ -93,15 +95,6 @@ SPARSEKV_INLINE Vector round_to_bf16(Vector x) {
   const Words bits = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
   return as_floats(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
 }
-// Halves of words, in their own or in the other's place; zeros beside them.
-SPARSEKV_INLINE Words keep_lower_halves(Words x) {
-  return _mm512_and_si512(x, _mm512_set1_epi32(0xffff));
-}
-SPARSEKV_INLINE Words keep_upper_halves(Words x) {
-  return _mm512_and_si512(x, _mm512_set1_epi32(-65536));
-}
-SPARSEKV_INLINE Words raise_lower_halves(Words x) { return _mm512_slli_epi32(x, 16); }
-SPARSEKV_INLINE Words lower_upper_halves(Words x) { return _mm512_srli_epi32(x, 16); }
 // Lanes 0 ... 7 of a and 8 ... 15 of b; 0 ... 7 of both; 8 ... 15 of both; 8 ... 15 and 0 ... 7.
 SPARSEKV_INLINE Vector join_halves(Vector a, Vector b) {
   return _mm512_mask_mov_ps(a, 0xff00, b);
@@ -111,12 +104,11 @@ SPARSEKV_INLINE Vector join_upper(Vector a, Vector b) { return _mm512_shuffle_f3
 SPARSEKV_INLINE Vector join_upper_lower(Vector a, Vector b) {
   return _mm512_shuffle_f32x4(a, b, 0x4e);
 }
-// 32 floats: of even and of odd place.
-SPARSEKV_INLINE void store_alternating(float* p, Vector even, Vector odd) {
-  const Words low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const Words high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  store(p, _mm512_permutex2var_ps(even, low, odd));
-  store(p + 16, _mm512_permutex2var_ps(even, high, odd));
+// 32 floats, by fours: of a, of b, of a ...
+SPARSEKV_INLINE void store_by_fours(float* p, Vector a, Vector b) {
+  const Vector lower = join_lower(a, b), upper = join_upper(a, b);
+  store(p, _mm512_shuffle_f32x4(lower, lower, 0xd8));
+  store(p + 16, _mm512_shuffle_f32x4(upper, upper, 0xd8));
 }
 // sum + low half + high half of each word
 SPARSEKV_INLINE Vector add_pairs(Vector sum, Words pairs) {

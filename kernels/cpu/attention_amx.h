@@ -46,6 +46,17 @@ constexpr int kMostParts = 3;              // bf16 numbers that add up to any fl
 SPARSEKV_INLINE int rounded_up(int n, int step) { return (n + step - 1) / step * step; }
 SPARSEKV_INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
+// The first `count` of 32 numbers, of which `low` holds those 0 ... 3 of each eight.
+SPARSEKV_INLINE void store_numbers(float* to, int count, Vector low, Vector high) {
+  if (count >= kNumbers) {
+    store_by_fours(to, low, high);
+  } else {
+    float numbers[kNumbers];
+    store_by_fours(numbers, low, high);
+    memcpy(to, numbers, sizeof(float) * count);
+  }
+}
+
 // In this order: each needs those before it.
 #include "powers.h"
 #include "matrix_query.h"
@@ -99,7 +110,11 @@ class MatrixAttention {
     query_.lay_out();  // meanwhile
     for (int now = 0; more; now = !now) {
       more = chunks.next(chunk[!now]);
-      ahead.start(chunk[!now]);
+      if (more) {
+        ahead.start(chunk[!now]);
+      } else {
+        ahead.start(task_.partial, rows_ * partial_row_floats(task_.head_dim_v) * 4);
+      }
       if (chunk[now].tiles[0].seen_by_all) {
         matrices_[now].gather(task_, chunk[now], values_in_keys_, Blocking<kRowMatrices>::kOthers);
         score(matrices_[now], scores_[now], ahead);
@@ -178,7 +193,9 @@ class MatrixAttention {
     for (int row = 0; row < rows_ && !sums_.is_empty(); row++) {
       if (softmax_.decays[row] != 1.0f) sums_.decay(row, softmax_.decays[row]);
     }
-    sums_.add(*scored_, weights_, ahead);
+    Ahead::Lines lines = ahead.lines;
+    sums_.add(scored_->values, scored_->groups / 2, weights_, [&] { ahead.fetch_some(lines); });
+    ahead.lines = lines;
     scored_ = nullptr;
   }
 
@@ -235,18 +252,13 @@ class MatrixAttention {
       const float total = softmax_.totals[row], rounded = softmax_.rounded_totals[row];
       const float factor = rounded > 0.0f ? total / rounded : 1.0f;
       for (int d = 0; d < task_.head_dim_v; d += kNumbers) {
-        float numbers[kNumbers] = {};
-        const float* from = sums_.of(row, d);
-        for (int i = 0; i < kNumbers && !sums_.is_empty(); i += 4, from += i % 8 ? 0 : 4) {
-          const float* four = from + i % 8 / 4 * kMatrixFloats;
-          for (int j = 0; j < 4; j++) numbers[i + j] = four[j] * factor;
+        Vector low = broadcast(0.0f), high = low;
+        if (!sums_.is_empty()) {
+          const float* sums = sums_.of(row, d);
+          low = times(load(sums), broadcast(factor));
+          high = times(load(sums + kMatrixFloats), broadcast(factor));
         }
-        const int count = smaller(kNumbers, task_.head_dim_v - d);
-        if (count == kNumbers) {
-          memcpy(out + d, numbers, sizeof numbers);
-        } else {
-          memcpy(out + d, numbers, sizeof(float) * count);
-        }
+        store_numbers(out + d, smaller(kNumbers, task_.head_dim_v - d), low, high);
       }
       out[task_.head_dim_v] = total;
       out[task_.head_dim_v + 1] = softmax_.tops[row];

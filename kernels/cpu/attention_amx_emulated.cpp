@@ -88,6 +88,13 @@ SPARSEKV_INLINE Vector as_floats(Words x) {
   return each([&](int i) { return float_of(x.lane[i]); });
 }
 
+SPARSEKV_INLINE Words as_words(Vector x) {
+  return each_word([&](int i) { return bits_of(x.lane[i]); });
+}
+SPARSEKV_INLINE Words either(Words a, Words b) {
+  return each_word([&](int i) { return a.lane[i] | b.lane[i]; });
+}
+
 SPARSEKV_INLINE Words alternate(Words a, Words b, int first) {
   return each_word([&](int i) {
     const int number = i / 4 * 8 + first + i % 4, word = number / 2, shift = number % 2 * 16;
@@ -123,18 +130,6 @@ SPARSEKV_INLINE Words round_to_pairs(Vector a, Vector b) {
 SPARSEKV_INLINE Vector round_to_bf16(Vector x) {
   return each([&](int i) { return float_of((bits_of(x.lane[i]) + 0x8000u) & 0xffff0000u); });
 }
-SPARSEKV_INLINE Words keep_lower_halves(Words x) {
-  return each_word([&](int i) { return x.lane[i] & 0xffffu; });
-}
-SPARSEKV_INLINE Words keep_upper_halves(Words x) {
-  return each_word([&](int i) { return x.lane[i] & 0xffff0000u; });
-}
-SPARSEKV_INLINE Words raise_lower_halves(Words x) {
-  return each_word([&](int i) { return x.lane[i] << 16; });
-}
-SPARSEKV_INLINE Words lower_upper_halves(Words x) {
-  return each_word([&](int i) { return x.lane[i] >> 16; });
-}
 SPARSEKV_INLINE Vector join_halves(Vector a, Vector b) {
   return each([&](int i) { return i < 8 ? a.lane[i] : b.lane[i]; });
 }
@@ -147,10 +142,10 @@ SPARSEKV_INLINE Vector join_upper(Vector a, Vector b) {
 SPARSEKV_INLINE Vector join_upper_lower(Vector a, Vector b) {
   return each([&](int i) { return i < 8 ? a.lane[i + 8] : b.lane[i - 8]; });
 }
-SPARSEKV_INLINE void store_alternating(float* p, Vector even, Vector odd) {
+SPARSEKV_INLINE void store_by_fours(float* p, Vector a, Vector b) {
   for (int i = 0; i < 16; i++) {
-    p[2 * i] = even.lane[i];
-    p[2 * i + 1] = odd.lane[i];
+    p[i / 4 * 8 + i % 4] = a.lane[i];
+    p[i / 4 * 8 + i % 4 + 4] = b.lane[i];
   }
 }
 SPARSEKV_INLINE Vector add_pairs(Vector sum, Words pairs) {

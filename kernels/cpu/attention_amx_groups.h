@@ -10,14 +10,14 @@
 // it. Up to 8 query rows, the two are different rows of one matrix, whose sums are added at the
 // end; the query is laid out twice, so that scores come out for both. More rows take two matrices.
 //
-// Values are the second factor as they lie: a matrix of 16 tokens by 32 numbers, whose pairs of
-// numbers belong to one token. Weights with zeros at every second place pick even or odd numbers.
-// Zero times infinity or NaN spoils the neighbouring number then, and so would an infinite key the
-// parts of a query: a task with any result that is not finite is left to the kernel for vectors.
+// What a weight leaves may be zero, and zero times an infinite value is NaN, as an infinite key
+// times a part of the query may be: a task with any result that is not finite is left to the kernel
+// for vectors.
 //
-// For 64 keys of 128 numbers, with values 32 KB: 16 products of keys and 32 of values, 16 cycles
-// each, and some 1000 operations for the weights. Beside the loads from the second-level cache that
-// is 9 bytes a cycle, measured there, where one core's share of the DRAM is 3 to 5.
+// For 64 keys of 128 numbers, with values 32 KB: 16 products of keys and 16 of values, 16 cycles
+// each, 52 loads of matrices, and some 2000 operations of vectors, for weights and to pack values.
+// Where another tenant works on the same core, products and loads wait for each other, 14 and 8 ns
+// each: 0.9 us, of the 3 in which a core gets its share of the DRAM.
 
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
@@ -31,18 +31,14 @@ class GroupAttention {
       : task_(task),
         rows_(task_rows(task)),
         padded_dim_(rounded_up(task.head_dim, kNumbers)),
-        padded_dim_v_(rounded_up(task.head_dim_v, kNumbers)),
-        factor_(weight_exponent(task.scale)) {
-    char* free = reinterpret_cast<char*>(task.scratch);
-    const auto take = [&free](int64_t bytes) {
-      char* taken = free;
-      free += (bytes + 63) / 64 * 64;
-      return taken;
-    };
+        padded_dim_v_(rounded_up(task.head_dim_v, Sums::kSlab)),
+        factor_(weight_exponent(task.scale)),
+        free_(reinterpret_cast<char*>(task.scratch)),
+        sums_(1, padded_dim_v_, reinterpret_cast<float*>(take(kGroup * padded_dim_v_ * 4)),
+              take(Sums::packed_bytes())) {
     query_ = take(kMostParts * kGroup * padded_dim_ * 2);
     scores_ = reinterpret_cast<float*>(take(kTile * kGroup * 4));
-    weights_ = take(kGroups * kWeightBytes);
-    sums_ = reinterpret_cast<float*>(take(kGroup * padded_dim_v_ * 4));
+    weights_ = take(kUnits * kWeightMatrices * kMatrixBytes);
     copied_keys_ = take(kTile * padded_dim_ * 2);
     copied_values_ = take(kTile * padded_dim_v_ * 2);
     tops_ = broadcast(-__builtin_inff());
@@ -52,7 +48,7 @@ class GroupAttention {
   // Whether all results are finite, and so are right.
   bool run() {
     const int of_keys = kGroups * padded_dim_ / kNumbers;
-    const int of_values = 2 * kWeightMatrices * kGroups * padded_dim_v_ / kNumbers;
+    const int of_values = 4 * kUnits * padded_dim_v_ / Sums::kSlab;
     Fetcher fetcher(task_, 2, of_values, of_keys + kTile / 2);
     Tiles tiles(task_);
     Tile ring[2];
@@ -80,8 +76,15 @@ class GroupAttention {
 
  private:
   static constexpr int kGroups = kTile / kGroup;
-  static constexpr int kWeightBytes = kWeightMatrices * 2 * kMatrixBytes;  // of a group
+  static constexpr int kUnits = kGroups / 2;
   static constexpr bool kSharesMatrix = kWeightMatrices == 1;
+  using Sums = MatrixSums<1, kWeightMatrices>;
+
+  char* take(int64_t bytes) {
+    char* taken = free_;
+    free_ += (bytes + 63) / 64 * 64;
+    return taken;
+  }
 
   // The query row of a column of scores, or of a row of weights and sums.
   static int row_of(int lane) { return kSharesMatrix ? lane % (kGroup / 2) : lane; }
@@ -190,34 +193,27 @@ class GroupAttention {
     return power_of_two(times(minus(scores, base), broadcast(factor_)));
   }
 
-  // Scores of slot i of two groups, one in each half; those of a group lie there twice.
-  Vector scores_of_both(const float* scores, int i) const {
-    return join_halves(load(scores + i * kGroup), load(scores + kMatrixFloats + i * kGroup));
+  // Scores of slots 2 i and 2 i + 1, one in each half; those of a slot lie there twice.
+  static Vector scores_of_both(const float* scores, int i) {
+    return join_halves(load(scores + 2 * i * kGroup), load(scores + (2 * i + 1) * kGroup));
   }
 
   Vector largest_scores() const {
+    constexpr int kVectors = kSharesMatrix ? kTile / 2 : kTile;
     Vector tops[4] = {tops_, tops_, tops_, tops_};
-    const float* scores = scores_;
-    if (kSharesMatrix) {
-      for (int group = 0; group < kGroups; group += 2, scores += 2 * kMatrixFloats) {
+    for (int first = 0; first < kVectors; first += kGroup) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kGroup; i++) {
-          tops[i % 4] = maximum(scores_of_both(scores, i), tops[i % 4]);
-        }
-      }
-    } else {
-      for (int group = 0; group < kGroups; group++, scores += kMatrixFloats) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kGroup; i++) {
-          tops[i % 4] = maximum(load(scores + i * kGroup), tops[i % 4]);
-        }
+      for (int i = 0; i < kGroup; i++) {
+        const Vector scores = kSharesMatrix ? scores_of_both(scores_, first + i)
+                                            : load(scores_ + (first + i) * kGroup);
+        tops[i % 4] = maximum(scores, tops[i % 4]);
       }
     }
     const Vector top = maximum(maximum(tops[0], tops[1]), maximum(tops[2], tops[3]));
     return kSharesMatrix ? maximum(top, join_upper_lower(top, top)) : top;
   }
 
-  // weights_: [group][matrix of rows][even, odd], a matrix being 16 rows by 16 tokens and zeros.
+  // weights_: [unit][part if rows do not share a matrix], each 16 rows by 32 tokens.
   void weigh(Fetcher& fetcher) {
     const Vector before = tops_;
     tops_ = largest_scores();
@@ -226,9 +222,9 @@ class GroupAttention {
     decays_ = weights_of(before, base);
     totals_ = times(totals_, decays_);
     char* to = weights_;
-    for (int group = 0; group < kGroups; group += 2, to += 2 * kWeightBytes) {
-      const float* scores = scores_ + group * kMatrixFloats;
-      Words pairs[kWeightMatrices][kGroup];  // of the same slot of both groups
+    for (int unit = 0; unit < kUnits; unit++) {
+      const float* scores = scores_ + unit * 2 * kMatrixFloats;
+      Words pairs[kWeightMatrices][kGroup];  // of neighbouring slots
       Vector sum = broadcast(0.0f);
 #pragma GCC unroll 16
       for (int i = 0; i < kGroup; i++) {
@@ -238,100 +234,33 @@ class GroupAttention {
           const Vector rounded = round_to_bf16(weights), rest = minus(weights, rounded);
           pairs[0][i] = round_to_pairs(join_lower(rounded, rest), join_upper(rounded, rest));
         } else {
-          const Vector first = weights_of(load(scores + i * kGroup), base);
-          const Vector second = weights_of(load(scores + kMatrixFloats + i * kGroup), base);
-          sum = plus(sum, plus(first, second));
-          pairs[0][i] = round_to_pairs(first, second);
-          pairs[1][i] = round_to_pairs(minus(first, round_to_bf16(first)),
-                                       minus(second, round_to_bf16(second)));
+          const Vector even = weights_of(load(scores + 2 * i * kGroup), base);
+          const Vector odd = weights_of(load(scores + (2 * i + 1) * kGroup), base);
+          sum = plus(sum, plus(even, odd));
+          pairs[0][i] = round_to_pairs(even, odd);
+          pairs[1][i] = round_to_pairs(minus(even, round_to_bf16(even)),
+                                       minus(odd, round_to_bf16(odd)));
         }
         fetcher.step();
       }
       totals_ = plus(totals_, sum);
-      for (int m = 0; m < kWeightMatrices; m++) {
+      for (int m = 0; m < kWeightMatrices; m++, to += kMatrixBytes) {
         transpose(pairs[m]);
-        store_weights(pairs[m], to + m * 2 * kMatrixBytes);
+        for (int i = 0; i < kGroup; i++) store_words(to + 64 * i, pairs[m][i]);
       }
     }
   }
-
-  static void store_weights(const Words* pairs, char* to) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kGroup; i++, to += 64) {
-      store_words(to, keep_lower_halves(pairs[i]));
-      store_words(to + kMatrixBytes, raise_lower_halves(pairs[i]));
-      store_words(to + kWeightBytes, lower_upper_halves(pairs[i]));
-      store_words(to + kWeightBytes + kMatrixBytes, keep_upper_halves(pairs[i]));
-    }
-  }
-
-  // [32 numbers][even, odd], each 16 rows by 16 numbers.
-  float* sums_of(int d) { return sums_ + d / kNumbers * 2 * kMatrixFloats; }
 
   // sums_, decayed, plus weights times values.
   void add(Fetcher& fetcher) {
-    if (!is_empty_ && any_differs(decays_, broadcast(1.0f))) decay();
-    int d = 0;
-    for (; d + kNumbers < padded_dim_v_; d += 2 * kNumbers) add_numbers<2>(d, fetcher);
-    if (d < padded_dim_v_) add_numbers<1>(d, fetcher);
-    is_empty_ = false;
-  }
-
-  // To kMatrices times 32 numbers from d on.
-  template <int kMatrices>
-  void add_numbers(int d, Fetcher& fetcher) {
-    float* to = sums_of(d);
-    if (is_empty_) {
-      clear_matrix<0>();
-      clear_matrix<1>();
-      clear_matrix<2>();
-      clear_matrix<3>();
-    } else {
-      load_matrix<0>(to, 64);
-      load_matrix<1>(to + kMatrixFloats, 64);
-      if (kMatrices == 2) {
-        load_matrix<2>(to + 2 * kMatrixFloats, 64);
-        load_matrix<3>(to + 3 * kMatrixFloats, 64);
+    if (!sums_.is_empty() && any_differs(decays_, broadcast(1.0f))) {
+      float decays[kGroup];
+      store(decays, decays_);
+      for (int row = 0; row < kGroup; row++) {
+        if (decays[row] != 1.0f) sums_.decay(row, decays[row]);
       }
     }
-    const char* weights = weights_;
-    for (int g = 0; g < kGroups; g++) {
-      const char* values = values_[g].start + 2 * d;
-      load_matrix<6>(values, values_[g].stride);
-      if (kMatrices == 2) load_matrix<7>(values + 64, values_[g].stride);
-      for (int i = 0; i < kWeightMatrices; i++, weights += 2 * kMatrixBytes) {
-        load_matrix<4>(weights, 64);
-        multiply_matrices<0, 4, 6>();
-        fetcher.step();
-        load_matrix<5>(weights + kMatrixBytes, 64);
-        multiply_matrices<1, 5, 6>();
-        fetcher.step();
-        if (kMatrices == 2) {
-          multiply_matrices<2, 4, 7>();
-          fetcher.step();
-          multiply_matrices<3, 5, 7>();
-          fetcher.step();
-        }
-      }
-    }
-    store_matrix<0>(to, 64);
-    store_matrix<1>(to + kMatrixFloats, 64);
-    if (kMatrices == 2) {
-      store_matrix<2>(to + 2 * kMatrixFloats, 64);
-      store_matrix<3>(to + 3 * kMatrixFloats, 64);
-    }
-  }
-
-  void decay() {
-    float decays[kGroup];
-    store(decays, decays_);
-    for (int row = 0; row < kGroup; row++) {
-      if (decays[row] == 1.0f) continue;
-      const Vector factor = broadcast(decays[row]);
-      for (int i = row; i < kGroup * padded_dim_v_ / 16; i += kGroup) {
-        store(sums_ + i * 16, times(load(sums_ + i * 16), factor));
-      }
-    }
+    sums_.add(values_, kUnits, weights_, [&] { fetcher.step(); });
   }
 
   bool write() {
@@ -343,19 +272,13 @@ class GroupAttention {
       float* out = task_.partial + row * partial_row_floats(task_.head_dim_v);
       for (int d = 0; d < task_.head_dim_v; d += kNumbers) {
         Vector numbers[2] = {broadcast(0.0f), broadcast(0.0f)};
-        for (int odd = 0; odd < 2 && !is_empty_; odd++) {
-          const float* sums = sums_of(d) + odd * kMatrixFloats + row * 16;
-          numbers[odd] = load(sums);
-          if (kSharesMatrix) numbers[odd] = plus(numbers[odd], load(sums + kMatrixFloats / 2));
-          wrong = plus(wrong, minus(numbers[odd], numbers[odd]));
+        for (int high = 0; high < 2 && !sums_.is_empty(); high++) {
+          const float* sums = sums_.of(row, d) + high * kMatrixFloats;
+          numbers[high] = load(sums);
+          if (kSharesMatrix) numbers[high] = plus(numbers[high], load(sums + kMatrixFloats / 2));
+          wrong = plus(wrong, minus(numbers[high], numbers[high]));
         }
-        if (d + kNumbers <= task_.head_dim_v) {
-          store_alternating(out + d, numbers[0], numbers[1]);
-          continue;
-        }
-        float padded[kNumbers];
-        store_alternating(padded, numbers[0], numbers[1]);
-        memcpy(out + d, padded, sizeof(float) * (task_.head_dim_v - d));
+        store_numbers(out + d, smaller(kNumbers, task_.head_dim_v - d), numbers[0], numbers[1]);
       }
       const float total = kSharesMatrix ? totals[row] + totals[row + kGroup / 2] : totals[row];
       out[task_.head_dim_v] = total;
@@ -367,11 +290,12 @@ class GroupAttention {
 
   const Task& task_;
   const int rows_, padded_dim_, padded_dim_v_;
-  const float factor_;    // of a score in the exponent of its weight
-  int parts_ = 0;         // of the query
-  bool is_empty_ = true;  // sums_ is unwritten: nothing was added yet
+  const float factor_;  // of a score in the exponent of its weight
+  char* free_;          // what is left of the scratch
+  Sums sums_;
+  int parts_ = 0;  // of the query
   char *query_, *weights_, *copied_keys_, *copied_values_;
-  float *scores_, *sums_;
+  float* scores_;
   Vector tops_, totals_, decays_;  // by lane; a row that has two lanes has two parts of its total
   Rows keys_[kGroups], values_[kGroups];
 };

@@ -66,6 +66,12 @@ class Ahead {
     lines = {nullptr, nullptr, 0, steps_for_a_turn_};
   }
 
+  // Instead of a chunk, what will be written.
+  void start(const void* written, int64_t bytes) {
+    chunk_ = nullptr;
+    lines = run(static_cast<const char*>(written), bytes);
+  }
+
   SPARSEKV_MEMBER void fetch_some(Lines& lines) {
     if (--lines.steps_left > 0) return;
     if (lines.at >= lines.end) lines = find();
@@ -97,7 +103,7 @@ class Ahead {
 
   // The next tokens that lie end to end: first all keys of a tile, then its values.
   __attribute__((noinline)) Lines find() {
-    while (tile_ < chunk_->num_tiles) {
+    while (chunk_ && tile_ < chunk_->num_tiles) {
       const Tile& tile = chunk_->tiles[tile_];
       const int64_t bytes = bytes_[values_];
       if (token_ == tile.count || bytes == 0) {
@@ -110,11 +116,15 @@ class Ahead {
       const char* at = tokens[token_++];
       const char* end = at + bytes;
       for (; token_ < tile.count && tokens[token_] == end; token_++) end += bytes;
-      constexpr int64_t kRound = kPlaces * 64;
-      const int64_t apart = end - at < kRound ? 0 : (end - at + kRound - 1) / kRound * 64;
-      return {at, apart > 0 ? at + apart : end, apart, 0};
+      return run(at, end - at);
     }
     return {nullptr, nullptr, 0, 0};
+  }
+
+  static Lines run(const char* at, int64_t bytes) {
+    constexpr int64_t kRound = kPlaces * 64;
+    const int64_t apart = bytes < kRound ? 0 : (bytes + kRound - 1) / kRound * 64;
+    return {at, at + (apart > 0 ? apart : bytes), apart, 0};
   }
 
   const int64_t bytes_[2];

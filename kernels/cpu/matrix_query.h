@@ -67,21 +67,20 @@ class MatrixQuery {
   // Numbers d ... d + 31 of 16 rows.
   bool lay_out_matrix(const float* const* rows, int d, int part, char* matrix) const {
     const Vector sign = broadcast(query_sign(task_.scale)), nothing = broadcast(0.0f);
-    bool remains = false;
-    Words words[kGroup];
+    Words words[kGroup], remains = zero_words();
     for (int i = 0; i < kGroup; i++) {
       Vector parts[2] = {nothing, nothing};
       for (int half = 0; rows[i] && half < 2; half++) {
         Vector x = times(load_numbers(rows[i], d + 16 * half), sign);
         for (int p = 0; p < part; p++) x = remaining_part(x, leading_part(x));
         parts[half] = leading_part(x);
-        remains |= any_differs(remaining_part(x, parts[half]), nothing);
+        remains = either(remains, as_words(remaining_part(x, parts[half])));
       }
       words[i] = join_parts(parts[0], parts[1]);
     }
     transpose(words);
     for (int i = 0; i < kGroup; i++) store_words(matrix + 64 * i, words[i]);
-    return remains;
+    return any_differs(as_floats(remains), nothing);
   }
 
   Vector load_numbers(const float* row, int d) const {

@@ -4,7 +4,9 @@
 
 // [slab of numbers][block of rows][matrix of rows][matrix of numbers], each 16 rows by 16 numbers.
 // Two matrices hold 32 numbers: the first one those 0 ... 3 of each eight.
-template <int kRowMatrices>
+//
+// kParts: bf16 numbers that add up to a weight.
+template <int kRowMatrices, int kParts = 1>
 class MatrixSums {
  public:
   static constexpr int kSlab = Blocking<kRowMatrices>::kOthers * 16;  // numbers at a time
@@ -13,7 +15,7 @@ class MatrixSums {
   MatrixSums(int row_blocks, int padded_dim_v, float* sums, char* packed)
       : row_blocks_(row_blocks), padded_dim_v_(padded_dim_v), sums_(sums), packed_(packed) {}
 
-  static constexpr int packed_bytes() { return kPlaces * kUnitBytes; }
+  static constexpr int packed_bytes() { return kPlaces * Unit<kOthers>::kBytes; }
 
   // Nothing was added yet; what is stored is unwritten.
   bool is_empty() const { return is_empty_; }
@@ -40,13 +42,16 @@ class MatrixSums {
     }
   }
 
-  // weights: [matrix of rows][kSteps matrices], each 16 rows by 32 tokens.
-  void add(const MatrixChunk& chunk, const char* weights, Ahead& ahead) {
-    for (int part = 0; part < 4; part++) unit_at(chunk, 0, 0).pack(part);
+  // Of so many units, two groups of tokens each. weights: [matrix of rows][kSteps matrices], each
+  // 16 rows by 32 tokens; or, in parts, [unit][part]. `meanwhile` is called between the products.
+  template <class Meanwhile>
+  SPARSEKV_MEMBER void add(const Rows* values, int units, const char* weights,
+                           const Meanwhile& meanwhile) {
+    unit_at(values, units, 0, 0).pack();
     for (int slab = 0; slab < padded_dim_v_ / kSlab; slab++) {
       for (int block = 0; block < row_blocks_; block++) {
         const int64_t first = int64_t(block) * kRowMatrices * kSteps * kMatrixBytes;
-        add_block(chunk, slab, block, weights + first, ahead);
+        add_block(values, units, slab, block, weights + first, meanwhile);
       }
     }
     is_empty_ = false;
@@ -54,38 +59,25 @@ class MatrixSums {
 
  private:
   static constexpr int kOthers = Blocking<kRowMatrices>::kOthers;
-  static constexpr int kUnitBytes = kOthers * kMatrixBytes;
   static constexpr int kPlaces = kRowMatrices == 1 ? 2 : kSteps + 1;
 
-  // A slab of the values of 32 tokens, two groups.
-  struct Unit {
-    Packing<kOthers> first, second;
-
-    SPARSEKV_MEMBER void pack(int quarter) const {
-      first.pack(quarter);
-      second.pack(quarter);
-    }
-  };
-
-  Unit unit_at(const MatrixChunk& chunk, int slab, int k) const {
-    char* packed = packed_at(chunk.groups / 2, slab, k);
-    const Rows &first = chunk.values[2 * k], &second = chunk.values[2 * k + 1];
-    const int64_t offset = slab * kSlab * 2;
-    return {{first.start + offset, first.stride, packed},
-            {second.start + offset, second.stride, packed + kMatrixBytes / 2}};
+  Unit<kOthers> unit_at(const Rows* values, int units, int slab, int k) const {
+    return Unit<kOthers>(values[2 * k], values[2 * k + 1], slab * kSlab * 2,
+                         packed_at(units, slab, k));
   }
 
   // One block of rows needs but the unit at hand and the next, close together in the first-level
   // cache. Several need those of the slab; and the first of the next slab beside the last of it.
   char* packed_at(int units, int slab, int k) const {
-    if (kRowMatrices == 1) return packed_ + ((slab * units + k) & 1) * kUnitBytes;
-    return packed_ + (k == 0 && slab % 2 == 1 ? kSteps : k) * kUnitBytes;
+    if (kRowMatrices == 1) return packed_ + ((slab * units + k) & 1) * Unit<kOthers>::kBytes;
+    return packed_ + (k == 0 && slab % 2 == 1 ? kSteps : k) * Unit<kOthers>::kBytes;
   }
 
   // While a unit is multiplied, the next is packed: by the first block of rows, and the first unit
   // of the next slab by the last block.
-  void add_block(const MatrixChunk& chunk, int slab, int block, const char* weights,
-                 Ahead& ahead) {
+  template <class Meanwhile>
+  SPARSEKV_MEMBER void add_block(const Rows* values, int units, int slab, int block,
+                                 const char* weights, const Meanwhile& meanwhile) {
     float* to = this->block(slab, block);
     if (is_empty_) {
       clear_matrix<0>();
@@ -98,38 +90,55 @@ class MatrixSums {
       load_matrix<2>(to + 2 * kMatrixFloats, 64);
       load_matrix<3>(to + 3 * kMatrixFloats, 64);
     }
-    Ahead::Lines lines = ahead.lines;
-    const int units = chunk.groups / 2;
     const float* next_sums = to + kMatricesOfSums * kMatrixFloats;
     const bool packs_slab = block + 1 == row_blocks_ && (slab + 1) * kSlab < padded_dim_v_;
-    Unit unit = unit_at(chunk, slab, 0);
-    for (int k = 0; k < units; k++, weights += kMatrixBytes) {
-      const char* values = unit.first.to;
+    Unit<kOthers> unit = unit_at(values, units, slab, 0);
+    for (int k = 0; k < units; k++, weights += kParts * kMatrixBytes) {
+      const char* packed = unit.packed();
       const bool is_last = k + 1 == units;
       const bool packs = is_last ? packs_slab : block == 0;
-      unit = is_last ? unit_at(chunk, slab + 1, 0) : unit_at(chunk, slab, k + 1);
+      unit = is_last ? unit_at(values, units, slab + 1, 0) : unit_at(values, units, slab, k + 1);
       const auto between = [&](int quarter) __attribute__((always_inline)) {
         if (packs) unit.pack(quarter);
-        ahead.fetch_some(lines);
+        meanwhile();
         if (kRowMatrices > 1) next_sums = fetch_sums(next_sums);
       };
-      if constexpr (kRowMatrices == 1) {
+      if constexpr (kParts == 2) {
         load_matrix<4>(weights, 64);
-        load_matrix<5>(values, 64);
-        load_matrix<6>(values + kMatrixBytes, 64);
-        load_matrix<7>(values + 2 * kMatrixBytes, 64);
+        load_matrix<5>(weights + kMatrixBytes, 64);
+        load_matrix<6>(packed, 64);
+        load_matrix<7>(packed + kMatrixBytes, 64);
+        between(0);
+        multiply_matrices<0, 4, 6>();
+        multiply_matrices<1, 4, 7>();
+        between(1);
+        multiply_matrices<0, 5, 6>();
+        multiply_matrices<1, 5, 7>();
+        load_matrix<6>(packed + 2 * kMatrixBytes, 64);
+        load_matrix<7>(packed + 3 * kMatrixBytes, 64);
+        between(2);
+        multiply_matrices<2, 4, 6>();
+        multiply_matrices<3, 4, 7>();
+        between(3);
+        multiply_matrices<2, 5, 6>();
+        multiply_matrices<3, 5, 7>();
+      } else if constexpr (kRowMatrices == 1) {
+        load_matrix<4>(weights, 64);
+        load_matrix<5>(packed, 64);
+        load_matrix<6>(packed + kMatrixBytes, 64);
+        load_matrix<7>(packed + 2 * kMatrixBytes, 64);
         between(0);
         multiply_matrices<0, 4, 5>();
         between(1);
         multiply_matrices<1, 4, 6>();
         between(2);
         multiply_matrices<2, 4, 7>();
-        load_matrix<5>(values + 3 * kMatrixBytes, 64);
+        load_matrix<5>(packed + 3 * kMatrixBytes, 64);
         between(3);
         multiply_matrices<3, 4, 5>();
       } else {
-        load_matrix<6>(values, 64);
-        load_matrix<7>(values + kMatrixBytes, 64);
+        load_matrix<6>(packed, 64);
+        load_matrix<7>(packed + kMatrixBytes, 64);
         load_matrix<4>(weights, 64);
         load_matrix<5>(weights + kSteps * kMatrixBytes, 64);
         between(0);
@@ -142,7 +151,6 @@ class MatrixSums {
         multiply_matrices<3, 5, 7>();
       }
     }
-    ahead.lines = lines;
     store_matrix<0>(to, 64);
     store_matrix<1>(to + kMatrixFloats, 64);
     store_matrix<2>(to + 2 * kMatrixFloats, 64);

@@ -1,4 +1,4 @@
-// The values of a group of tokens as halves of matrices.
+// Values as the second factor of products.
 //
 // Included inside the namespace of one instruction set, by way of attention_amx.h.
 
@@ -23,5 +23,27 @@ struct Packing {
         store_words(packed + (2 * j + 1) * kMatrixBytes, alternate_high(even, odd));
       }
     }
+  }
+};
+
+// A slab of the values of 32 tokens, two groups, and where kMatrices of it go.
+template <int kMatrices>
+struct Unit {
+  static constexpr int kBytes = kMatrices * kMatrixBytes;
+
+  Packing<kMatrices> first, second;
+
+  Unit(const Rows& even_group, const Rows& odd_group, int64_t offset, char* to)
+      : first{even_group.start + offset, even_group.stride, to},
+        second{odd_group.start + offset, odd_group.stride, to + kMatrixBytes / 2} {}
+
+  const char* packed() const { return first.to; }
+
+  SPARSEKV_MEMBER void pack(int quarter) const {
+    first.pack(quarter);
+    second.pack(quarter);
+  }
+  void pack() const {
+    for (int quarter = 0; quarter < 4; quarter++) pack(quarter);
   }
 };
