@@ -104,12 +104,14 @@ class Attention {
         fetcher.start_keys(*next);
       } else {
         fetcher.start_values(*tile);
+        fetcher.announce_keys(*next);
       }
       score(*tile, fetcher);
       softmax_.weigh(task_, *tile, scores_);
       if (!together) {
         fetcher.finish();
         fetcher.start_keys(*next);
+        fetcher.announce_values(*next);
       }
       add(*tile, fetcher);
       fetcher.finish();

@@ -62,11 +62,13 @@ class GroupAttention {
       more = tiles.next(ring[!now]);
       gather(ring[now]);
       fetcher.start_values(ring[now]);
+      fetcher.announce_keys(ring[!now]);
       score(fetcher);
       hide(ring[now]);
       weigh(fetcher);
       fetcher.finish();
       fetcher.start_keys(ring[!now]);
+      fetcher.announce_values(ring[!now]);
       add(fetcher);
       fetcher.finish();
     }

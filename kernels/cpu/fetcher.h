@@ -28,6 +28,11 @@ class Fetcher {
   void start_keys(const Tile& tile) { start(tile.key, tile.count, keys_); }
   void start_values(const Tile& tile) { start(tile.value, tile.count, values_); }
 
+  // What is started after the present: the first lines of each place. The processor's own
+  // prefetching wants to see some lines of a page read before it runs ahead in it.
+  void announce_keys(const Tile& tile) const { announce(tile.key, tile.count, keys_); }
+  void announce_values(const Tile& tile) const { announce(tile.value, tile.count, values_); }
+
   SPARSEKV_MEMBER void step() {
     if (--steps_left_ > 0) return;
     steps_left_ = steps_for_a_turn_;
@@ -44,6 +49,7 @@ class Fetcher {
 
  private:
   static constexpr int kPlaces = 4;
+  static constexpr int kLinesAnnounced = 4;
 
   struct Pace {
     Pace(int64_t bytes_of_token, int64_t steps) : bytes(bytes_of_token) {
@@ -70,22 +76,37 @@ class Fetcher {
     rounds_in_a_turn_ = pace.rounds_in_a_turn;
     steps_for_a_turn_ = steps_left_ = pace.steps_for_a_turn;
     if (count == 0 || pace.bytes == 0) return;
-    if (tokens[count - 1] - tokens[0] == (count - 1) * pace.bytes) {
-      add_run(tokens[0], count * pace.bytes);  // so do those between, most likely
+    if (lie_end_to_end(tokens, count, pace)) {
+      runs_[num_runs_++] = run(tokens[0], count * pace.bytes);
       return;
     }
     for (int first = 0, next; first < count; first = next) {
       for (next = first + 1; next < count; next++) {
         if (tokens[next] - tokens[next - 1] != pace.bytes) break;
       }
-      add_run(tokens[first], (next - first) * pace.bytes);
+      runs_[num_runs_++] = run(tokens[first], (next - first) * pace.bytes);
     }
   }
 
-  void add_run(const char* start, int64_t bytes) {
+  static void announce(const char* const* tokens, int count, const Pace& pace) {
+    if (count == 0 || pace.bytes == 0 || !lie_end_to_end(tokens, count, pace)) return;
+    const Run whole = run(tokens[0], count * pace.bytes);
+    for (int i = 0; i < kLinesAnnounced; i++) {
+      for (int place = 0; place < kPlaces; place++) {
+        __builtin_prefetch(whole.start + place * whole.apart + 64 * i, 0, 2);
+      }
+    }
+  }
+
+  // The last in its place: so are those between, most likely.
+  static bool lie_end_to_end(const char* const* tokens, int count, const Pace& pace) {
+    return tokens[count - 1] - tokens[0] == (count - 1) * pace.bytes;
+  }
+
+  static Run run(const char* start, int64_t bytes) {
     constexpr int64_t kRound = kPlaces * 64;
     const int64_t apart = bytes < kRound ? 0 : (bytes + kRound - 1) / kRound * 64;
-    runs_[num_runs_++] = {start, start + (apart > 0 ? apart : bytes), apart};
+    return {start, start + (apart > 0 ? apart : bytes), apart};
   }
 
   SPARSEKV_MEMBER bool find() {
