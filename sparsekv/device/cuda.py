@@ -61,7 +61,8 @@ class CudaAccelerator(Accelerator):
         return CudaStream(self, torch.cuda.current_stream(self.device))
 
     def new_stream(self) -> Stream:
-        return CudaStream(self, torch.cuda.Stream(self.device))
+        # Before the caller's: what lays out a transfer is short, and would queue behind attention.
+        return CudaStream(self, torch.cuda.Stream(self.device, priority=-1))
 
     def register(self, address: int, num_bytes: int) -> None:
         status = self.call(
