@@ -45,10 +45,11 @@ struct Size {
   static constexpr int kRows = kSize;
 };
 
-// Calls `work` with each block of rows, its first row and its size as a compile-time constant.
+// Calls `work` with each block of rows from `first` on, its first row and its size as a
+// compile-time constant.
 template <class Work>
-SPARSEKV_INLINE void for_blocks(int padded_rows, Work work) {
-  int r = 0;
+SPARSEKV_INLINE void for_blocks(int first, int padded_rows, Work work) {
+  int r = first;
   for (; padded_rows - r >= kRowBlock; r += kRowBlock) work(r, Size<kRowBlock>());
   if (padded_rows - r == 4) work(r, Size<4>());
   if (padded_rows - r == 2) work(r, Size<2>());
@@ -134,14 +135,14 @@ class Attention {
   // Steps of the fetcher in a whole tile, with its keys and with its values.
   int64_t key_steps() const {
     int64_t steps = 0;
-    for_blocks(padded_rows_, [&steps](int, auto size) {
+    for_blocks(0, padded_rows_, [&steps](int, auto size) {
       steps += kTile / (kAccumulators / decltype(size)::kRows);
     });
     return steps * (task_.head_dim / kChunk);
   }
   int64_t value_steps() const {
     int64_t steps = 0;
-    for_blocks(padded_rows_, [&steps](int, auto) { steps += kTile; });
+    for_blocks(0, padded_rows_, [&steps](int, auto) { steps += kTile; });
     return steps * (padded_dim_v_ / kChunk);
   }
 
@@ -207,7 +208,7 @@ class Attention {
     const int whole = task_.head_dim / kChunk * kChunk;
     const bool has_rest = whole < task_.head_dim;
     if (has_rest) unpack(tile.key, tile.count, whole, task_.head_dim, unpacked_keys_);
-    for_blocks(padded_rows_, [&](int r, auto size) {
+    for_blocks(0, padded_rows_, [&](int r, auto size) {
       score_rows<Number, decltype(size)::kRows>(
           tile, query_ + int64_t(r) * padded_dim_, whole, has_rest ? unpacked_keys_ : nullptr,
           scores_ + r * kTile, fetcher);
@@ -217,22 +218,33 @@ class Attention {
   // sums_: (rows, padded head_dim_v), decayed, plus weights times values.
   void add(const Tile& tile, Fetcher& fetcher) {
     for (int d = 0; d < padded_dim_v_; d += kChunk) {
-      if (tile.seen_by_all && padded_rows_ <= kRowBlock && d + kChunk <= task_.head_dim_v) {
-        add_rows(Lying<Number>{tile.value, int64_t(d) * Number::kBytes}, tile.count, d, fetcher);
+      if (tile.seen_by_all && d + kChunk <= task_.head_dim_v) {
+        add_lying(Lying<Number>{tile.value, int64_t(d) * Number::kBytes}, tile.count, d, fetcher);
         continue;
       }
       unpack(tile.value, tile.count, d, task_.head_dim_v, unpacked_values_);
       if (tile.seen_by_all) {
-        add_rows(Unpacked{unpacked_values_}, tile.count, d, fetcher);
+        add_rows(0, padded_rows_, Unpacked{unpacked_values_}, tile.count, d, fetcher);
       } else {
         add_seen(tile, d, fetcher);
       }
     }
   }
 
+  // The first block of rows unpacks the values for the others, among its multiplications.
+  void add_lying(Lying<Number> values, int count, int d, Fetcher& fetcher) {
+    if (padded_rows_ <= kRowBlock) {
+      add_rows(0, padded_rows_, values, count, d, fetcher);
+      return;
+    }
+    add_rows(0, kRowBlock, Kept<Number>{values, unpacked_values_}, count, d, fetcher);
+    add_rows(kRowBlock, padded_rows_, Unpacked{unpacked_values_}, count, d, fetcher);
+  }
+
+  // Of rows from `first` to `last`.
   template <class Values>
-  void add_rows(Values values, int count, int d, Fetcher& fetcher) {
-    for_blocks(padded_rows_, [&](int r, auto size) {
+  void add_rows(int first, int last, Values values, int count, int d, Fetcher& fetcher) {
+    for_blocks(first, last, [&](int r, auto size) {
       add_values<decltype(size)::kRows>(sums_ + chunk(r, padded_dim_v_, d), softmax_.decays + r,
                                         values, count, scores_ + r * kTile, fetcher);
     });

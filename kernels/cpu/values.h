@@ -21,6 +21,18 @@ struct Unpacked {
   }
 };
 
+// The same, and unpacked for other rows.
+template <class Number>
+struct Kept {
+  Lying<Number> values;
+  float* start;
+  SPARSEKV_MEMBER void load_pair(int t, Vector& first, Vector& second) const {
+    values.load_pair(t, first, second);
+    store(start + t * kChunk, first);
+    store(start + t * kChunk + kLanes, second);
+  }
+};
+
 // One chunk of kRows rows of sums, end to end, += weights x the chunk of `count` values, after the
 // sums were scaled.
 template <int kRows, class Values>
