@@ -19,8 +19,8 @@
 // A core of 184 G operations a second and 17 GB/s of its memory (two FMA units of AVX-512 near
 // 3 GHz) is bound by memory up to 11 operations a byte. So Qwen3 and Mixtral are bound by memory
 // where more than a few cores share it, if the next tile is fetched meanwhile, and MLA and V4 by
-// arithmetic: at most 6.1 and 1.4 GB/s a core. There a chunk costs, for 8 query rows and 2 tokens,
-// 32 FMAs and 4 operations of unpacking on the same two ports, and 18 loads on two others.
+// arithmetic: at most 6.1 and 1.4 GB/s a core. There 16 query rows have a lane each in the scores:
+// lane_scores.h and values.h say what a chunk costs.
 
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
@@ -36,6 +36,7 @@ SPARSEKV_INLINE int rounded_up(int n, int step) { return (n + step - 1) / step *
 #include "tiles.h"
 #include "fetcher.h"
 #include "scores.h"
+#include "lane_scores.h"
 #include "powers.h"
 #include "softmax.h"
 #include "values.h"
@@ -62,6 +63,7 @@ class Attention {
   explicit Attention(const Task& task)
       : task_(task),
         rows_(task_rows(task)),
+        lane_rows_(rows_ / kLaneRows * kLaneRows),
         padded_rows_(pad_rows(rows_)),
         padded_dim_(rounded_up(task.head_dim, kChunk)),
         padded_dim_v_(rounded_up(task.head_dim_v, kChunk)) {
@@ -108,7 +110,7 @@ class Attention {
         fetcher.announce_keys(*next);
       }
       score(*tile, fetcher);
-      softmax_.weigh(task_, *tile, scores_);
+      weigh(*tile);
       if (!together) {
         fetcher.finish();
         fetcher.start_keys(*next);
@@ -134,8 +136,8 @@ class Attention {
 
   // Steps of the fetcher in a whole tile, with its keys and with its values.
   int64_t key_steps() const {
-    int64_t steps = 0;
-    for_blocks(0, padded_rows_, [&steps](int, auto size) {
+    int64_t steps = lane_rows_ / kLaneRows * kTile;
+    for_blocks(lane_rows_, padded_rows_, [&steps](int, auto size) {
       steps += kTile / (kAccumulators / decltype(size)::kRows);
     });
     return steps * (task_.head_dim / kChunk);
@@ -167,11 +169,16 @@ class Attention {
     }
   }
 
+  const float* query_row(int r) const {
+    return task_.query + r / task_.num_queries * task_.query_head_stride +
+           r % task_.num_queries * task_.query_token_stride;
+  }
+
   void lay_out_query() {
     const float sign = query_sign(task_.scale);
-    for (int r = 0; r < padded_rows_; r++) {
-      const float* from = task_.query + r / task_.num_queries * task_.query_head_stride +
-                          r % task_.num_queries * task_.query_token_stride;
+    for (int r = 0; r < lane_rows_; r += kLaneRows) lay_out_lanes(r, sign);
+    for (int r = lane_rows_; r < padded_rows_; r++) {
+      const float* from = r < rows_ ? query_row(r) : nullptr;
       for (int d = 0; d < padded_dim_; d += kChunk) {
         float* to = query_ + chunk(r, padded_dim_, d);
         if (r < rows_ && d + kChunk <= task_.head_dim) {
@@ -181,6 +188,20 @@ class Attention {
         alignas(64) float numbers[kChunk] = {};
         for (int i = 0; r < rows_ && i < task_.head_dim - d; i++) numbers[i] = from[d + i];
         to_chunk(numbers, sign, to);
+      }
+    }
+  }
+
+  // kLaneRows rows from r on: (numbers as unpacked, rows).
+  void lay_out_lanes(int r, float sign) {
+    const float* rows[kLaneRows];
+    for (int i = 0; i < kLaneRows; i++) rows[i] = query_row(r + i);
+    float* to = query_ + int64_t(r) * padded_dim_;
+    for (int d = 0; d < padded_dim_; d++, to += kLaneRows) {
+      const int place = d % kChunk, lane = place % kLanes, second = place / kLanes;
+      const int number = Number::kInterleaved ? d - place + 2 * lane + second : d;
+      for (int i = 0; i < kLaneRows; i++) {
+        to[i] = number < task_.head_dim ? rows[i][number] * sign : 0.0f;
       }
     }
   }
@@ -208,11 +229,27 @@ class Attention {
     const int whole = task_.head_dim / kChunk * kChunk;
     const bool has_rest = whole < task_.head_dim;
     if (has_rest) unpack(tile.key, tile.count, whole, task_.head_dim, unpacked_keys_);
-    for_blocks(0, padded_rows_, [&](int r, auto size) {
+    for (int r = 0; r < lane_rows_; r += kLaneRows) {
+      score_lanes<Number>(tile, query_ + int64_t(r) * padded_dim_, whole,
+                          has_rest ? unpacked_keys_ : nullptr, scores_ + r * kTile, fetcher);
+    }
+    for_blocks(lane_rows_, padded_rows_, [&](int r, auto size) {
       score_rows<Number, decltype(size)::kRows>(
           tile, query_ + int64_t(r) * padded_dim_, whole, has_rest ? unpacked_keys_ : nullptr,
           scores_ + r * kTile, fetcher);
     });
+  }
+
+  void weigh(const Tile& tile) {
+    for (int r = 0; r < lane_rows_; r += kLaneRows) {
+      softmax_.weigh_lanes(task_, tile, r, scores_ + r * kTile);
+    }
+    softmax_.weigh(task_, tile, lane_rows_, scores_);
+  }
+
+  RowWeights row_weights(int r) const { return {scores_ + r * kTile}; }
+  LaneWeights lane_weights(int r) const {
+    return {scores_ + r / kLaneRows * kLaneRows * kTile + r % kLaneRows};
   }
 
   // sums_: (rows, padded head_dim_v), decayed, plus weights times values.
@@ -245,8 +282,13 @@ class Attention {
   template <class Values>
   void add_rows(int first, int last, Values values, int count, int d, Fetcher& fetcher) {
     for_blocks(first, last, [&](int r, auto size) {
-      add_values<decltype(size)::kRows>(sums_ + chunk(r, padded_dim_v_, d), softmax_.decays + r,
-                                        values, count, scores_ + r * kTile, fetcher);
+      constexpr int kRows = decltype(size)::kRows;
+      float* sums = sums_ + chunk(r, padded_dim_v_, d);
+      if (r < lane_rows_) {
+        add_values<kRows>(sums, softmax_.decays + r, values, count, lane_weights(r), fetcher);
+      } else {
+        add_values<kRows>(sums, softmax_.decays + r, values, count, row_weights(r), fetcher);
+      }
     });
   }
 
@@ -254,9 +296,16 @@ class Attention {
   void add_seen(const Tile& tile, int d, Fetcher& fetcher) {
     for (int r = 0; r < rows_; r++) {
       const Seen seen = seen_by(task_, tile, r % task_.num_queries);
-      add_values<1>(sums_ + chunk(r, padded_dim_v_, d), softmax_.decays + r,
-                    Unpacked{unpacked_values_ + seen.first * kChunk}, seen.last - seen.first,
-                    scores_ + r * kTile + seen.first, fetcher);
+      float* sums = sums_ + chunk(r, padded_dim_v_, d);
+      const Unpacked values{unpacked_values_ + seen.first * kChunk};
+      const int count = seen.last - seen.first;
+      if (r < lane_rows_) {
+        const LaneWeights weights{lane_weights(r).start + seen.first * kLaneRows};
+        add_values<1>(sums, softmax_.decays + r, values, count, weights, fetcher);
+      } else {
+        const RowWeights weights{row_weights(r).start + seen.first};
+        add_values<1>(sums, softmax_.decays + r, values, count, weights, fetcher);
+      }
     }
   }
 
@@ -273,13 +322,14 @@ class Attention {
         from_chunk(sums, numbers);
         memcpy(out + d, numbers, sizeof(float) * (task_.head_dim_v - d));
       }
-      out[task_.head_dim_v] = total(load(softmax_.totals + r * kLanes));
+      out[task_.head_dim_v] =
+          r < lane_rows_ ? softmax_.totals[r] : total(load(softmax_.totals + r * kLanes));
       out[task_.head_dim_v + 1] = softmax_.tops[r];
     }
   }
 
   const Task& task_;
-  const int rows_, padded_rows_, padded_dim_, padded_dim_v_;
+  const int rows_, lane_rows_, padded_rows_, padded_dim_, padded_dim_v_;
   float *query_, *scores_, *sums_, *unpacked_keys_, *unpacked_values_;
   Softmax softmax_;
 };
