@@ -46,6 +46,7 @@ from sparsekv.regions import (
     Registrar,
     Window,
     evict,
+    lay_out_windows,
 )
 from sparsekv.regions.ahead import grant, release, wanted_room
 from sparsekv.regions.lending import check_step_share, num_lent
@@ -367,8 +368,13 @@ class InplaceKVCache:
             self._windows[layer_idx].write(progress.fill, key, value)
             layer.progress = Progress(progress.num_segments, progress.fill + key.shape[2])
         else:
+            # Before attention, whose kernels may keep the accelerator to themselves to their end.
+            new = replace(progress, pending=(key, value))
+            missing = -progress.fill % self.spec.window_size
+            rest = new.narrow(missing, new.num_pending - missing)
+            windows = lay_out_windows(self.accelerator, self.spec, *rest)
             layer.given = self.accelerator.current_stream().record()
-            layer.progress = replace(progress, pending=(key, value))
+            layer.progress = replace(new, windows=windows)
 
     def flush(self, layer_idx: int) -> None:
         """Send what fills whole segments from the window to its CPU region; call it after the

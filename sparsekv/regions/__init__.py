@@ -10,7 +10,7 @@ from sparsekv.regions.pinned import PinnedStack
 from sparsekv.regions.pool import RegionPool
 from sparsekv.regions.registration import Registrar
 from sparsekv.regions.stack import SegmentStack
-from sparsekv.regions.window import Window
+from sparsekv.regions.window import Window, lay_out_windows
 
 __all__ = [
     "LayerParts",
@@ -24,4 +24,5 @@ __all__ = [
     "SegmentStack",
     "Window",
     "evict",
+    "lay_out_windows",
 ]

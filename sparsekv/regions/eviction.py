@@ -30,18 +30,16 @@ def evict(layer: LayerStore, window: Window, outbox: Outbox, names: Sequence[str
         stack.push(names.count(name), num_rows)
     if progress.fill and (missing := window_size - progress.fill):
         window.write(progress.fill, *progress.narrow(0, missing))
-    staging = outbox.new_window(num_rows) if progress.num_pending >= window_size else None
+    if progress.windows is not None:
+        outbox.keep_up()
     # Of a prompt, attention and what else was enqueued since need not be waited for: the caller,
     # who waits where copies are behind, could enqueue nothing meanwhile.
     outbox.follow(None if progress.fill else layer.given)
-    for start in range(0, len(names), per_window):
-        first = start // per_window * window_size - progress.fill
-        if first < 0 or staging is None:
-            window.leave(outbox.stream)
-            source = window.elements
-        else:
-            staging.write(0, *progress.narrow(first, window_size), outbox.stream)
-            source = staging.elements
+    sources = [] if progress.windows is None else list(progress.windows)
+    if progress.fill:
+        window.leave(outbox.stream)
+        sources.insert(0, window.elements)
+    for start, source in zip(range(0, len(names), per_window), sources, strict=True):
         outbox.send(source, list(_targets(layer, names[start : start + per_window], firsts)))
     used = len(names) // per_window * window_size - progress.fill
     rest = progress.num_pending - used

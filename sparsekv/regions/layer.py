@@ -29,6 +29,10 @@ class Progress:
     pending: tuple[Tensor, Tensor | None] | None = None
     """New keys and values that overflow the window, still where the model left them, until `flush`.
     """
+    windows: Tensor | None = None
+    """Those that they fill after the one under way, on the accelerator: (windows, segments, rows,
+    num_kv_heads, segment_size * elements).
+    """
 
     @property
     def num_pending(self) -> int:

@@ -20,7 +20,7 @@ from sparsekv.errors import SparseKVError
 from sparsekv.format import PartitionSpec
 from sparsekv.kernels.dispatch import Flag, Job, copy_jobs
 from sparsekv.regions.registration import Registrar
-from sparsekv.regions.window import Window, window_shape
+from sparsekv.regions.window import window_shape
 
 _MOST_BOUNCES = 4
 """Windows that may wait for the host: enough for it to work while the next ones are copied."""
@@ -120,16 +120,13 @@ class Outbox:
         """Let what is sent from here on wait for an event; None: for the caller's work so far."""
         self.stream.wait(event or self._accelerator.current_stream().record())
 
-    def new_window(self, num_rows: int) -> Window:
-        """Accelerator memory to lay out segments of a prompt in, on this stream, before they are
-        sent. Returns when what was sent for all but the last such window has left the accelerator.
+    def keep_up(self) -> None:
+        """Return when what was sent before the last such call has left the accelerator: prompts of
+        no more than two layers take its memory at a time.
         """
         self._behind.append(self.stream.record())
         if len(self._behind) == _MOST_BEHIND:
             self._behind.popleft().synchronize()
-        # Memory of the caller's order might still be in use by work that is not waited for.
-        with self.stream.as_current():
-            return Window(self._accelerator, self._spec, num_rows)
 
     def send(self, source: Tensor, targets: Sequence[tuple[Tensor, bool]]) -> None:
         """Copy the segments of one window to their slots.

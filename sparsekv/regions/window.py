@@ -91,6 +91,33 @@ class Window:
         return pieces
 
 
+def lay_out_windows(
+    accelerator: Accelerator, spec: PartitionSpec, key: Tensor, value: Tensor | None
+) -> Tensor | None:
+    """Full windows of a prompt as their segments, on the caller's stream.
+
+    Args:
+        key: (rows, num_kv_heads, tokens, head_dim).
+        value: (rows, num_kv_heads, tokens, head_dim_v); None where V is part of K.
+    Returns:
+        (windows, segments, rows, num_kv_heads, segment_size * elements) of the tokens that fill
+        whole windows, from the first one on; None if there are too few.
+    """
+    num_windows = key.shape[2] // spec.window_size
+    if num_windows == 0:
+        return None
+    shape = num_windows, *window_shape(spec, len(key))
+    windows = accelerator.empty(shape, spec.geometry.dtype)
+    into = split_elements(windows.flatten(0, 1), spec.geometry, spec.segment_tokens)
+    stream = accelerator.current_stream()
+    for target, tokens in zip(into, (key, value), strict=True):
+        if tokens is not None:
+            taken = tokens.narrow(2, 0, num_windows * spec.window_size)
+            segments = taken.unflatten(2, (len(target), spec.segment_tokens))
+            stream.copy(target, segments.permute(2, 0, 1, 3, 4))
+    return windows
+
+
 def window_shape(spec: PartitionSpec, num_rows: int) -> tuple[int, int, int, int]:
     """(segments, rows, num_kv_heads, segment_size * elements) of a window."""
     geometry = spec.geometry
