@@ -36,13 +36,15 @@ class Launch:
             options: `tl.constexpr` arguments by name, and launch options.
             device: where it is launched.
         """
-        self._kernel, self._options, self._index = kernel, options, device.index
+        self._kernel, self._options = kernel, options
+        self._device, self._index = device, device.index
         self._places = {name: place for place, name in enumerate(kernel.arg_names)}
         self._kept = list(arguments)
         self._compiled_for = [_compiled_for(argument) for argument in arguments]
         constants = [options.get(name) for name in kernel.arg_names[len(arguments) :]]
         self._handed = [_handed(argument) for argument in arguments] + constants
         self._compiled: Any = None
+        self._launch: Any = None
         if isinstance(kernel, JITFunction):  # else it is interpreted
             with launching_on(device):  # Triton keeps compiled kernels by device
                 self._compiled = kernel.warmup(*arguments, grid=(1,), **options)
@@ -97,7 +99,10 @@ class Launch:
 
     def _run(self, active: Any, width: int, height: int) -> None:
         compiled = self._compiled
-        compiled.run(
+        if self._launch is None:
+            with launching_on(self._device):
+                self._launch = compiled.run  # loads it
+        self._launch(
             width,
             height,
             1,

@@ -1,8 +1,9 @@
 """What memory a kernel may be given, and on which device it is launched."""
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,18 @@ IS_INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run as Python on the CPU, for tests: TRITON_INTERPRET=1 when triton was imported."""
 
 
-def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches within go to `device`, on its current stream."""
-    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+_LOADING = threading.RLock()
+"""Triton loads a kernel at its first launch, and shows it half loaded to other threads."""
+
+
+@contextmanager
+def launching_on(device: torch.device) -> Iterator[None]:
+    """Launches within go to `device`, on its current stream; one thread's at a time."""
+    if device.type == "cpu":
+        yield
+    else:
+        with _LOADING, torch.cuda.device(device):
+            yield
 
 
 def check_home(name: str, tensor: Tensor) -> None:
