@@ -184,6 +184,47 @@ def test_large_scores(op: NativeOp, dtype: torch.dtype, large: float) -> None:
         assert error <= 2 * usual_error + 1e-6 * true.abs().max()
 
 
+# Long sums, with whole vectors of query rows: not in matrices, which have tests of their own.
+LONG_SUMS = {"batch": 1, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
+vector_isas = pytest.mark.parametrize("op", NATIVE_OPS[-3:])
+
+
+@vector_isas
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group_size", "num_queries"), [(16, 1), (12, 3)])
+@pytest.mark.parametrize("cancels", [False, True])
+def test_long_sums_round_little(
+    op: NativeOp, dtype: torch.dtype, group_size: int, num_queries: int, cancels: bool
+) -> None:
+    """Products of one sign, or whose second half undoes the first: sums are large on the way."""
+    case = make_case(dtype, group_size=group_size, num_queries=num_queries, **LONG_SUMS)
+    key, query = case["key"].float().abs(), case["query"].float().abs()
+    if cancels:
+        key[..., 288:] = key[..., :288] + case["key"][..., 288:].float() / 10
+        query[..., 288:] = -query[..., :288]
+    query *= 2 if cancels else 2 / 3
+    check(op, case | {"key": key.to(dtype), "query": query.to(dtype)})
+
+
+@vector_isas
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("one_sign", [False, True])
+def test_large_scores_of_long_sums(op: NativeOp, dtype: torch.dtype, one_sign: bool) -> None:
+    """Errors are means over heads: the largest depends on which two keys nearly tie."""
+    case = make_case(dtype, group_size=64, **LONG_SUMS)
+    case["query"] = (case["query"] * 100).to(dtype)
+    if one_sign:
+        case |= {"query": case["query"].abs(), "key": case["key"].abs()}
+    exact = {name: case[name].double() for name in ("query", "key", "value")}
+    single = {name: case[name].float() for name in ("query", "key", "value")}
+    want = reference.partial_attention(**(case | exact))
+    usual = torch_ops.partial_attention(**(case | single))
+    assert want[1].max() > 1e3
+    for got, true, plain in zip(op(**case), want, usual, strict=True):
+        assert got.isfinite().all()
+        assert (got - true).abs().mean() <= 2 * (plain - true).abs().mean()
+
+
 @every_isa
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
 def test_any_scale(op: NativeOp, scale: float) -> None:
