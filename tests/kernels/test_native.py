@@ -187,10 +187,14 @@ def test_large_scores(op: NativeOp, dtype: torch.dtype, large: float) -> None:
 # Long sums, with whole vectors of query rows: not in matrices, which have tests of their own.
 LONG_SUMS = {"batch": 1, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
 vector_isas = pytest.mark.parametrize("op", NATIVE_OPS[-3:])
+most_dtypes = pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+)
 
 
 @vector_isas
-@pytest.mark.parametrize("dtype", DTYPES)
+@most_dtypes
 @pytest.mark.parametrize(("group_size", "num_queries"), [(16, 1), (12, 3)])
 @pytest.mark.parametrize("cancels", [False, True])
 def test_long_sums_round_little(
@@ -207,7 +211,7 @@ def test_long_sums_round_little(
 
 
 @vector_isas
-@pytest.mark.parametrize("dtype", DTYPES)
+@most_dtypes
 @pytest.mark.parametrize("one_sign", [False, True])
 def test_large_scores_of_long_sums(op: NativeOp, dtype: torch.dtype, one_sign: bool) -> None:
     """Errors are means over heads: the largest depends on which two keys nearly tie."""
