@@ -70,6 +70,7 @@ def test_a_long_context_is_exact_and_leaves_the_device() -> None:
     own_error = (upstream - expected).abs().max()
     assert (got - expected).abs().max() <= 2 * own_error
     on_device = sum(r.used_bytes for r in stats.regions if r.memory == "GPU")
-    assert used_bytes <= 1.1 * on_device + 2**20
+    # What steps work in does not grow with the context: results, and those of splits, of one layer.
+    assert used_bytes <= 1.1 * on_device + 2**22
     assert dense_bytes > 15 * used_bytes
     assert sum(r.tokens for r in stats.regions) == _PROMPT + _STEPS
