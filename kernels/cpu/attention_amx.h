@@ -23,8 +23,10 @@
 // of more keys would move the sums less often, but three chunks must stay in the second-level
 // cache, of which less than 1 MB was of use: from 192 keys on, what is won is lost again.
 //
-// Operands are loaded together and then multiplied: where the processor slows its matrix unit down
-// (a full package), loads and products take turns, and each change of turns costs.
+// Operands are loaded together and then multiplied. On a core of its own, loads hide behind products
+// of 6 ns in any order. On most cores of a shared machine products take 14 ns, loads 8 and stores 9,
+// one after the other and whatever their size, and a load between products costs more than before
+// them. A probe of one product for each load tells the two apart, 7 ns against 23.
 
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
