@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -61,8 +60,7 @@ class CudaAccelerator(Accelerator):
         return CudaStream(self, torch.cuda.current_stream(self.device))
 
     def new_stream(self) -> Stream:
-        # Before the caller's: what lays out a transfer is short, and would queue behind attention.
-        return CudaStream(self, torch.cuda.Stream(self.device, priority=-1))
+        return CudaStream(self, torch.cuda.Stream(self.device))
 
     def register(self, address: int, num_bytes: int) -> None:
         status = self.call(
@@ -118,9 +116,6 @@ class CudaStream(Stream):
             target.copy_(source)
         self._keep(target)
         self._keep(source)
-
-    def as_current(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
 
     def record(self) -> Event:
         # Who waits for it sleeps: a core that spins is one less for attention.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -30,9 +29,6 @@ class SimulatedStream(Stream):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._enqueue(partial(_copy, target, source))
-
-    def as_current(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def record(self) -> Event:
         return _Done()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -52,12 +51,6 @@ class Stream(ABC):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy within accelerator memory, whatever the strides. Memory of torch's that is let go of
         meanwhile is not used again before the copy is done.
-        """
-
-    @abstractmethod
-    def as_current(self) -> AbstractContextManager[object]:
-        """Let the calling thread's torch operations, and the memory they are given, be ordered by
-        this stream meanwhile.
         """
 
     @abstractmethod

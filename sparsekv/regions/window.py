@@ -34,14 +34,12 @@ class Window:
         """Note that `stream` is about to read all of it: what is written next waits for that."""
         self._reader = stream
 
-    def write(
-        self, start: int, key: Tensor, value: Tensor | None, stream: Stream | None = None
-    ) -> None:
-        """Put tokens (batch, num_kv_heads, tokens, dim) from token `start` on; None where V is part
-        of K. On the caller's stream if None is given.
+    def write(self, start: int, key: Tensor, value: Tensor | None) -> None:
+        """Put tokens (batch, num_kv_heads, tokens, dim) from token `start` on, on the caller's
+        stream; None where V is part of K.
         """
-        if self._reader is not None or not self._can_launch(key, stream):
-            self._copy(start, key, value, stream)
+        if self._reader is not None or not self._can_launch(key):
+            self._copy(start, key, value)
             return
         if self._append is not None:
             with suppress(LayoutError):  # of other strides or alignment than before
@@ -52,19 +50,19 @@ class Window:
         self._append = self._ops.PreparedAppend(key, value, self.key[0], into)
         self._append(key, value, start)
 
-    def _can_launch(self, key: Tensor, stream: Stream | None) -> bool:
+    def _can_launch(self, key: Tensor) -> bool:
         """Whether a launch that is prepared for single tokens is worth it: from the second one on,
         as windows of beams see one only.
         """
-        if stream is not None or key.shape[2] != 1 or len(self.key) != 1:
+        if key.shape[2] != 1 or len(self.key) != 1:
             return False
         self._num_single += 1
         if self._num_single == 2:
             self._ops = decode_ops_for(key.device)
         return self._ops is not None
 
-    def _copy(self, start: int, key: Tensor, value: Tensor | None, stream: Stream | None) -> None:
-        stream = self._accelerator.current_stream() if stream is None else stream
+    def _copy(self, start: int, key: Tensor, value: Tensor | None) -> None:
+        stream = self._accelerator.current_stream()
         if self._reader is not None:
             stream.wait(self._reader.record())
             self._reader = None
