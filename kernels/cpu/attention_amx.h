@@ -23,10 +23,10 @@
 // of more keys would move the sums less often, but three chunks must stay in the second-level
 // cache, of which less than 1 MB was of use: from 192 keys on, what is won is lost again.
 //
-// Operands are loaded together and then multiplied. On a core of its own, loads hide behind products
-// of 6 ns in any order. On most cores of a shared machine products take 14 ns, loads 8 and stores 9,
-// one after the other and whatever their size, and a load between products costs more than before
-// them. A probe of one product for each load tells the two apart, 7 ns against 23.
+// Operands are loaded together and then multiplied. On a core of its own, loads hide behind
+// products of 6 ns in any order. On most cores of a shared machine products take 14 ns, loads 8 and
+// stores 9, one after the other and whatever their size, and a load between products costs more
+// than before them. A probe of one product for each load tells the two apart, 7 ns against 23.
 
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
@@ -47,6 +47,22 @@ constexpr int kMostParts = 3;              // bf16 numbers that add up to any fl
 
 SPARSEKV_INLINE int rounded_up(int n, int step) { return (n + step - 1) / step * step; }
 SPARSEKV_INLINE int smaller(int a, int b) { return a < b ? a : b; }
+
+// What is left of a task's memory to work in.
+class Scratch {
+ public:
+  explicit Scratch(const Task& task) : free_(reinterpret_cast<char*>(task.scratch)) {}
+
+  char* take(int64_t bytes) {
+    char* taken = free_;
+    free_ += (bytes + 63) / 64 * 64;
+    return taken;
+  }
+  float* take_floats(int64_t count) { return reinterpret_cast<float*>(take(count * 4)); }
+
+ private:
+  char* free_;
+};
 
 // The first `count` of 32 numbers, of which `low` holds those 0 ... 3 of each eight.
 SPARSEKV_INLINE void store_numbers(float* to, int count, Vector low, Vector high) {
@@ -79,24 +95,27 @@ class MatrixAttention {
         padded_dim_(rounded_up(task.head_dim, kNumbers)),
         padded_dim_v_(rounded_up(task.head_dim_v, MatrixSums<kRowMatrices>::kSlab)),
         values_in_keys_(are_values_in_keys(task) && padded_dim_v_ <= task.head_dim),
-        free_(reinterpret_cast<char*>(task.scratch)),
+        scratch_(task),
         query_(task, row_blocks_, kRowMatrices, padded_dim_,
-               take(int64_t(kMostParts) * padded_rows_ * padded_dim_ * 2)),
-        sums_(row_blocks_, padded_dim_v_, take_floats(int64_t(padded_rows_) * padded_dim_v_),
-              take(MatrixSums<kRowMatrices>::packed_bytes())),
-        weights_(take(int64_t(padded_rows_) * kSlots * 2)),
-        scores_{take_floats(int64_t(padded_rows_) * kSlots),
-                take_floats(int64_t(padded_rows_) * kSlots)} {
+               scratch_.take(int64_t(kMostParts) * padded_rows_ * padded_dim_ * 2)),
+        sums_(row_blocks_, padded_dim_v_,
+              scratch_.take_floats(int64_t(padded_rows_) * padded_dim_v_),
+              scratch_.take(MatrixSums<kRowMatrices>::packed_bytes())),
+        weights_(scratch_.take(int64_t(padded_rows_) * kSlots * 2)),
+        scores_{scratch_.take_floats(int64_t(padded_rows_) * kSlots),
+                scratch_.take_floats(int64_t(padded_rows_) * kSlots)} {
     const int key_bytes = padded_dim_ * 2, value_bytes = padded_dim_v_ * 2;
     const int zero_bytes = key_bytes > value_bytes ? key_bytes : value_bytes;
-    char* zeros = take(zero_bytes);
+    char* zeros = scratch_.take(zero_bytes);
     memset(zeros, 0, zero_bytes);
     for (MatrixChunk& chunk : matrices_) {
-      char* keys = take(int64_t(kSlots) * key_bytes);
-      chunk.place(keys, take(int64_t(kSlots) * value_bytes), zeros, key_bytes, value_bytes);
+      char* keys = scratch_.take(int64_t(kSlots) * key_bytes);
+      char* values = scratch_.take(int64_t(kSlots) * value_bytes);
+      chunk.place(keys, values, zeros, key_bytes, value_bytes);
     }
-    softmax_ = {take_floats(padded_rows_), take_floats(padded_rows_), take_floats(padded_rows_),
-                take_floats(padded_rows_), weight_exponent(task.scale)};
+    softmax_ = {scratch_.take_floats(padded_rows_), scratch_.take_floats(padded_rows_),
+                scratch_.take_floats(padded_rows_), scratch_.take_floats(padded_rows_),
+                weight_exponent(task.scale)};
     softmax_.clear(rows_);
   }
 
@@ -136,13 +155,6 @@ class MatrixAttention {
 
  private:
   static constexpr int kBlockRows = Blocking<kRowMatrices>::kRows;
-
-  char* take(int64_t bytes) {
-    char* taken = free_;
-    free_ += (bytes + 63) / 64 * 64;
-    return taken;
-  }
-  float* take_floats(int64_t count) { return reinterpret_cast<float*>(take(count * 4)); }
 
   int products_of_chunk() const {
     return row_blocks_ * kRowMatrices *
@@ -270,7 +282,7 @@ class MatrixAttention {
   const Task& task_;
   const int rows_, row_blocks_, padded_rows_, padded_dim_, padded_dim_v_;
   const bool values_in_keys_;
-  char* free_;  // what is left of the scratch
+  Scratch scratch_;
   MatrixQuery query_;
   MatrixSums<kRowMatrices> sums_;
   char* const weights_;  // [matrix of rows][32 tokens], a matrix being 16 rows by 32 tokens

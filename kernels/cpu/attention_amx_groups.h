@@ -33,14 +33,14 @@ class GroupAttention {
         padded_dim_(rounded_up(task.head_dim, kNumbers)),
         padded_dim_v_(rounded_up(task.head_dim_v, Sums::kSlab)),
         factor_(weight_exponent(task.scale)),
-        free_(reinterpret_cast<char*>(task.scratch)),
-        sums_(1, padded_dim_v_, reinterpret_cast<float*>(take(kGroup * padded_dim_v_ * 4)),
-              take(Sums::packed_bytes())) {
-    query_ = take(kMostParts * kGroup * padded_dim_ * 2);
-    scores_ = reinterpret_cast<float*>(take(kTile * kGroup * 4));
-    weights_ = take(kUnits * kWeightMatrices * kMatrixBytes);
-    copied_keys_ = take(kTile * padded_dim_ * 2);
-    copied_values_ = take(kTile * padded_dim_v_ * 2);
+        scratch_(task),
+        sums_(1, padded_dim_v_, scratch_.take_floats(kGroup * padded_dim_v_),
+              scratch_.take(Sums::packed_bytes())) {
+    query_ = scratch_.take(kMostParts * kGroup * padded_dim_ * 2);
+    scores_ = scratch_.take_floats(kTile * kGroup);
+    weights_ = scratch_.take(kUnits * kWeightMatrices * kMatrixBytes);
+    copied_keys_ = scratch_.take(kTile * padded_dim_ * 2);
+    copied_values_ = scratch_.take(kTile * padded_dim_v_ * 2);
     tops_ = broadcast(-__builtin_inff());
     totals_ = broadcast(0.0f);
   }
@@ -81,12 +81,6 @@ class GroupAttention {
   static constexpr int kUnits = kGroups / 2;
   static constexpr bool kSharesMatrix = kWeightMatrices == 1;
   using Sums = MatrixSums<1, kWeightMatrices>;
-
-  char* take(int64_t bytes) {
-    char* taken = free_;
-    free_ += (bytes + 63) / 64 * 64;
-    return taken;
-  }
 
   // The query row of a column of scores, or of a row of weights and sums.
   static int row_of(int lane) { return kSharesMatrix ? lane % (kGroup / 2) : lane; }
@@ -293,7 +287,7 @@ class GroupAttention {
   const Task& task_;
   const int rows_, padded_dim_, padded_dim_v_;
   const float factor_;  // of a score in the exponent of its weight
-  char* free_;          // what is left of the scratch
+  Scratch scratch_;
   Sums sums_;
   int parts_ = 0;  // of the query
   char *query_, *weights_, *copied_keys_, *copied_values_;

@@ -51,9 +51,10 @@ class Plan {
       do {
         const int64_t share = divided_up(passes * left, kTasksAtOnce);
         const int64_t keys = std::max(std::clamp(share, least, kMostKeys), fitting);
+        const int64_t end = std::min(length, begin + divided_up(keys, kTile) * kTile);
         begins_.push_back(begin);
-        begin += divided_up(keys, kTile) * kTile;
-        left -= keys;
+        left -= end - begin;
+        begin = end;
       } while (begin < length);
     }
     first_range_.push_back(ranges());

@@ -7,8 +7,8 @@
 
 namespace sparsekv {
 
-// `size` floats, unwritten, from a cache line on. A process keeps the last one that was given back; it takes no lock, so
-// a forked child may use it at once.
+// `size` floats, unwritten, from a cache line on. A process keeps the last one that was given back;
+// it takes no lock, so a forked child may use it at once.
 class Workspace {
  public:
   explicit Workspace(size_t size) : block_(kept().exchange(nullptr)) {
