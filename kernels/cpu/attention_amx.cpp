@@ -59,6 +59,8 @@ SPARSEKV_INLINE void store_words(void* p, Words x) { _mm512_storeu_si512(p, x); 
 SPARSEKV_INLINE Words zero_words() { return _mm512_setzero_si512(); }
 SPARSEKV_INLINE Vector as_floats(Words x) { return _mm512_castsi512_ps(x); }
 SPARSEKV_INLINE Words as_words(Vector x) { return _mm512_castps_si512(x); }
+// The upper half of each word as its lower half, with zeros above.
+SPARSEKV_INLINE Words upper_halves(Words x) { return _mm512_srli_epi32(x, 16); }
 SPARSEKV_INLINE Words either(Words a, Words b) { return _mm512_or_si512(a, b); }
 
 // Numbers 0 ... 3 of each eight of a and b, alternating; and numbers 4 ... 7.
@@ -104,6 +106,13 @@ SPARSEKV_INLINE Vector join_upper(Vector a, Vector b) { return _mm512_shuffle_f3
 SPARSEKV_INLINE Vector join_upper_lower(Vector a, Vector b) {
   return _mm512_shuffle_f32x4(a, b, 0x4e);
 }
+// 32 floats: of a, of b, of a ...
+SPARSEKV_INLINE void store_alternating(float* p, Vector a, Vector b) {
+  const Words first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const Words eight = _mm512_set1_epi32(8);
+  store(p, _mm512_permutex2var_ps(a, first, b));
+  store(p + 16, _mm512_permutex2var_ps(a, _mm512_add_epi32(first, eight), b));
+}
 // 32 floats, by fours: of a, of b, of a ...
 SPARSEKV_INLINE void store_by_fours(float* p, Vector a, Vector b) {
   const Vector lower = join_lower(a, b), upper = join_upper(a, b);
@@ -144,6 +153,31 @@ SPARSEKV_INLINE void transpose(Words* rows) {
     rows[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
     rows[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
     rows[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+  }
+}
+
+// 8 rows of 8 words become columns, in the lower halves and in the upper halves.
+SPARSEKV_INLINE void transpose_halves(Words* rows) {
+  Words t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  Words q[8];
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    q[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    q[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    q[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    q[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  const Words first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+  const Words second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    rows[i] = _mm512_permutex2var_epi64(q[i], first, q[4 + i]);
+    rows[4 + i] = _mm512_permutex2var_epi64(q[i], second, q[4 + i]);
   }
 }
 

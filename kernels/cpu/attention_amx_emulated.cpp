@@ -91,6 +91,9 @@ SPARSEKV_INLINE Vector as_floats(Words x) {
 SPARSEKV_INLINE Words as_words(Vector x) {
   return each_word([&](int i) { return bits_of(x.lane[i]); });
 }
+SPARSEKV_INLINE Words upper_halves(Words x) {
+  return each_word([&](int i) { return x.lane[i] >> 16; });
+}
 SPARSEKV_INLINE Words either(Words a, Words b) {
   return each_word([&](int i) { return a.lane[i] | b.lane[i]; });
 }
@@ -133,14 +136,14 @@ SPARSEKV_INLINE Vector round_to_bf16(Vector x) {
 SPARSEKV_INLINE Vector join_halves(Vector a, Vector b) {
   return each([&](int i) { return i < 8 ? a.lane[i] : b.lane[i]; });
 }
-SPARSEKV_INLINE Vector join_lower(Vector a, Vector b) {
-  return each([&](int i) { return i < 8 ? a.lane[i] : b.lane[i - 8]; });
-}
-SPARSEKV_INLINE Vector join_upper(Vector a, Vector b) {
-  return each([&](int i) { return i < 8 ? a.lane[i + 8] : b.lane[i]; });
-}
 SPARSEKV_INLINE Vector join_upper_lower(Vector a, Vector b) {
   return each([&](int i) { return i < 8 ? a.lane[i + 8] : b.lane[i - 8]; });
+}
+SPARSEKV_INLINE void store_alternating(float* p, Vector a, Vector b) {
+  for (int i = 0; i < 16; i++) {
+    p[2 * i] = a.lane[i];
+    p[2 * i + 1] = b.lane[i];
+  }
 }
 SPARSEKV_INLINE void store_by_fours(float* p, Vector a, Vector b) {
   for (int i = 0; i < 16; i++) {
@@ -160,6 +163,18 @@ SPARSEKV_INLINE void transpose(Words* rows) {
       const uint32_t kept = rows[i].lane[j];
       rows[i].lane[j] = rows[j].lane[i];
       rows[j].lane[i] = kept;
+    }
+  }
+}
+
+SPARSEKV_INLINE void transpose_halves(Words* rows) {
+  for (int first = 0; first < 16; first += 8) {
+    for (int i = 0; i < 8; i++) {
+      for (int j = 0; j < i; j++) {
+        const uint32_t kept = rows[i].lane[first + j];
+        rows[i].lane[first + j] = rows[j].lane[first + i];
+        rows[j].lane[first + i] = kept;
+      }
     }
   }
 }

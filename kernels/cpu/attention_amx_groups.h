@@ -6,50 +6,163 @@
 // query rows and its weights found (running softmax), while its values are fetched; these are added
 // by weight, while the next tile's keys are fetched.
 //
+// Keys and values are factors as they lie. A row of a second factor is pairs of numbers, meant to
+// belong to two tokens; values lie with two numbers of one token in a pair. So half of the rows of
+// the first factor hold weights where they meet the even numbers of the values, and zeros where
+// they meet the odd ones; the other half the reverse. For 8 query rows nothing of the product is
+// wasted, and 32 numbers of their sums are one matrix, so that those of 128 numbers stay in four
+// registers from the first tile to the last.
+//
 // A weight is the sum of two bf16 numbers, the rounded weight and what that leaves, within 2^-17 of
-// it. Up to 8 query rows, the two are different rows of one matrix, whose sums are added at the
-// end; the query is laid out twice, so that scores come out for both. More rows take two matrices.
+// it. What it leaves may be zero like the weights' other halves, and zero times an infinite value
+// is NaN, as an infinite key times a part of the query may be: a task with any result that is not
+// finite is left to the kernel for vectors.
 //
-// What a weight leaves may be zero, and zero times an infinite value is NaN, as an infinite key
-// times a part of the query may be: a task with any result that is not finite is left to the kernel
-// for vectors.
-//
-// For 64 keys of 128 numbers, with values 32 KB: 16 products of keys and 16 of values, 16 cycles
-// each, 52 loads of matrices, and some 2000 operations of vectors, for weights and to pack values.
-// Where another tenant works on the same core, products and loads wait for each other, 14 and 8 ns
-// each: 0.9 us, of the 3 in which a core gets its share of the DRAM.
+// For 64 keys of 128 numbers, with values 32 KB: 16 products of keys and 32 of values, 16 cycles
+// each, 48 loads of matrices and 4 stores, and some 1500 operations of vectors, for weights. What
+// counts more is how little is stored: a core that waits for 10 GB/s of DRAM has all its places for
+// missing lines taken, and each store to a line that left the first-level cache waits for one.
+// Values packed on the way to the second factor, and sums kept in memory, fit beside keys and
+// values no more: the same work took 1.3 times as long as its reading alone, where this takes 1.1.
 
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
 namespace {
 
-// kWeightMatrices: 1 for up to 8 query rows, whose weights' parts share a matrix; else 2.
-template <int kWeightMatrices>
+// The first `count` of 32 numbers, of which every other is of `even`.
+SPARSEKV_INLINE void store_pairs(float* to, int count, Vector even, Vector odd) {
+  if (count >= kNumbers) {
+    store_alternating(to, even, odd);
+  } else {
+    float numbers[kNumbers];
+    store_alternating(numbers, even, odd);
+    memcpy(to, numbers, sizeof(float) * count);
+  }
+}
+
+// Sums of weights times values for a block of query rows: even numbers in rows 0 ... 7 of a matrix,
+// odd ones in rows 8 ... 15. They stay in matrices 0 ... 3 if all fit there.
+class GroupSums {
+ public:
+  static constexpr int kRows = kGroup / 2;
+  static constexpr int kSlab = 4 * kNumbers;  // numbers in four matrices
+
+  GroupSums(int blocks, int padded_dim_v, Scratch& scratch)
+      : slabs_(rounded_up(padded_dim_v, kSlab) / kSlab),
+        padded_dim_v_(padded_dim_v),
+        stays_(blocks * slabs_ == 1),
+        bytes_(int64_t(blocks) * slabs_ * 4 * kMatrixBytes),
+        sums_(scratch.take_floats(bytes_ / 4)) {}
+
+  // With the matrices configured.
+  void clear() {
+    memset(sums_, 0, bytes_);
+    if (stays_) load(sums_);
+  }
+
+  // Each row of a block, by a factor in its lane.
+  void decay(int block, Vector factors) {
+    float by[kGroup];
+    SPARSEKV_VECTORS::store(by, factors);
+    if (stays_) store(sums_);
+    float* row = slab(block, 0);
+    for (int i = 0; i < slabs_ * 4 * kGroup; i++, row += 16) {
+      SPARSEKV_VECTORS::store(row, times(SPARSEKV_VECTORS::load(row), broadcast(by[i % kGroup])));
+    }
+    if (stays_) load(sums_);
+  }
+
+  // weights: [group][part], each 16 rows by 16 words. `meanwhile` is called between the products.
+  template <class Meanwhile>
+  SPARSEKV_MEMBER void add(int block, const Rows* values, int groups, const char* weights,
+                           const Meanwhile& meanwhile) {
+    for (int s = 0; s < slabs_; s++) {
+      const int left = padded_dim_v_ - s * kSlab;
+      if (!stays_) load(slab(block, s));
+      for (int g = 0; g < groups; g++) {
+        load_matrix<4>(weights + 2 * g * kMatrixBytes, 64);
+        load_matrix<7>(weights + (2 * g + 1) * kMatrixBytes, 64);
+        const char* from = values[g].start + s * kSlab * 2;
+        const int64_t stride = values[g].stride;
+        add_numbers<0, 5>(from, stride, meanwhile);
+        if (left > kNumbers) add_numbers<1, 6>(from + 64, stride, meanwhile);
+        if (left > 2 * kNumbers) add_numbers<2, 5>(from + 2 * 64, stride, meanwhile);
+        if (left > 3 * kNumbers) add_numbers<3, 6>(from + 3 * 64, stride, meanwhile);
+      }
+      if (!stays_) store(slab(block, s));
+    }
+  }
+
+  // So that rows can be read.
+  void finish() {
+    if (stays_) store(sums_);
+  }
+  // Of 32 numbers from d on: the even ones; the odd ones lie half a matrix further.
+  const float* of(int row, int d) const {
+    return slab(row / kRows, d / kSlab) + d % kSlab / kNumbers * kMatrixFloats + row % kRows * 16;
+  }
+
+ private:
+  template <int kSums, int kValues, class Meanwhile>
+  SPARSEKV_MEMBER static void add_numbers(const char* from, int64_t stride,
+                                          const Meanwhile& meanwhile) {
+    load_matrix<kValues>(from, stride);
+    meanwhile();
+    multiply_matrices<kSums, 4, kValues>();
+    meanwhile();
+    multiply_matrices<kSums, 7, kValues>();
+    meanwhile();
+  }
+
+  static void load(const float* from) {
+    load_matrix<0>(from, 64);
+    load_matrix<1>(from + kMatrixFloats, 64);
+    load_matrix<2>(from + 2 * kMatrixFloats, 64);
+    load_matrix<3>(from + 3 * kMatrixFloats, 64);
+  }
+  static void store(float* to) {
+    store_matrix<0>(to, 64);
+    store_matrix<1>(to + kMatrixFloats, 64);
+    store_matrix<2>(to + 2 * kMatrixFloats, 64);
+    store_matrix<3>(to + 3 * kMatrixFloats, 64);
+  }
+
+  float* slab(int block, int s) const {
+    return sums_ + int64_t(block * slabs_ + s) * 4 * kMatrixFloats;
+  }
+
+  const int slabs_, padded_dim_v_;
+  const bool stays_;
+  const int64_t bytes_;
+  float* const sums_;  // [block of rows][slab], four matrices each
+};
+
 class GroupAttention {
  public:
   explicit GroupAttention(const Task& task)
       : task_(task),
         rows_(task_rows(task)),
+        blocks_(rounded_up(rows_, kRows) / kRows),
         padded_dim_(rounded_up(task.head_dim, kNumbers)),
-        padded_dim_v_(rounded_up(task.head_dim_v, Sums::kSlab)),
+        padded_dim_v_(rounded_up(task.head_dim_v, kNumbers)),
         factor_(weight_exponent(task.scale)),
         scratch_(task),
-        sums_(1, padded_dim_v_, scratch_.take_floats(kGroup * padded_dim_v_),
-              scratch_.take(Sums::packed_bytes())) {
-    query_ = scratch_.take(kMostParts * kGroup * padded_dim_ * 2);
+        sums_(blocks_, padded_dim_v_, scratch_) {
+    query_ = scratch_.take(int64_t(blocks_) * kMostParts * query_bytes());
     scores_ = scratch_.take_floats(kTile * kGroup);
-    weights_ = scratch_.take(kUnits * kWeightMatrices * kMatrixBytes);
+    weights_ = scratch_.take(kGroups * 2 * kMatrixBytes);
     copied_keys_ = scratch_.take(kTile * padded_dim_ * 2);
     copied_values_ = scratch_.take(kTile * padded_dim_v_ * 2);
-    tops_ = broadcast(-__builtin_inff());
-    totals_ = broadcast(0.0f);
+    for (Softmax& softmax : softmax_) {
+      softmax.tops = broadcast(-__builtin_inff());
+      softmax.totals = broadcast(0.0f);
+    }
   }
 
   // Whether all results are finite, and so are right.
   bool run() {
-    const int of_keys = kGroups * padded_dim_ / kNumbers;
-    const int of_values = 4 * kUnits * padded_dim_v_ / Sums::kSlab;
-    Fetcher fetcher(task_, 2, of_values, of_keys + kTile / 2);
+    Fetcher fetcher(task_, 2, 3 * kGroups * padded_dim_v_ / kNumbers,
+                    2 * kGroups * padded_dim_ / kNumbers + kTile / 8 + kTile / 2);
     Tiles tiles(task_);
     Tile ring[2];
     bool more = tiles.next(ring[0]);
@@ -58,53 +171,64 @@ class GroupAttention {
     while (lay_out_query(parts_++)) {
     }
     configure_matrices();
+    sums_.clear();
     for (int now = 0; more; now = !now) {
-      more = tiles.next(ring[!now]);
-      gather(ring[now]);
       fetcher.start_values(ring[now]);
+      more = tiles.next(ring[!now]);
       fetcher.announce_keys(ring[!now]);
-      score(fetcher);
-      hide(ring[now]);
-      weigh(fetcher);
-      fetcher.finish();
-      fetcher.start_keys(ring[!now]);
-      fetcher.announce_values(ring[!now]);
-      add(fetcher);
+      gather(ring[now]);
+      for (int block = 0; block < blocks_; block++) {
+        score(block, ring[now], fetcher);
+        weigh(softmax_[block], fetcher);
+        if (block + 1 == blocks_) {
+          fetcher.finish();
+          fetcher.start_keys(ring[!now]);
+          fetcher.announce_values(ring[!now]);
+            }
+        add(block, fetcher);
+      }
       fetcher.finish();
     }
+    sums_.finish();
     release_matrices();
     return write();
   }
 
  private:
+  static constexpr int kRows = GroupSums::kRows;
   static constexpr int kGroups = kTile / kGroup;
-  static constexpr int kUnits = kGroups / 2;
-  static constexpr bool kSharesMatrix = kWeightMatrices == 1;
-  using Sums = MatrixSums<1, kWeightMatrices>;
+  static constexpr int kMostBlocks = 2;
 
-  // The query row of a column of scores, or of a row of weights and sums.
-  static int row_of(int lane) { return kSharesMatrix ? lane % (kGroup / 2) : lane; }
+  // Of the rows of a block, each in two lanes; a total in two parts.
+  struct Softmax {
+    Vector tops, totals, decays;
+  };
 
-  // Part `part` of the query as bf16: [part][32 numbers], a matrix being 16 pairs of numbers by 16
-  // rows. Tells whether something remains for another part.
+  int64_t query_bytes() const { return int64_t(kGroup) * padded_dim_ * 2; }  // of a block's part
+
+  // Part `part` of the query as bf16: [block][part][32 numbers], a matrix being 16 pairs of numbers
+  // by 8 rows, twice. Tells whether something remains for another part.
   bool lay_out_query(int part) {
     const Vector sign = broadcast(query_sign(task_.scale)), nothing = broadcast(0.0f);
     bool remains = false;
-    char* matrix = query_ + int64_t(part) * kGroup * padded_dim_ * 2;
-    for (int d = 0; d < padded_dim_; d += kNumbers, matrix += kMatrixBytes) {
-      Words words[kGroup];
-      for (int i = 0; i < kGroup; i++) {
-        Vector parts[2] = {nothing, nothing};
-        for (int half = 0; row_of(i) < rows_ && half < 2; half++) {
-          Vector x = times(load_query(row_of(i), d + 16 * half), sign);
-          for (int p = 0; p < part; p++) x = remaining_part(x, leading_part(x));
-          parts[half] = leading_part(x);
-          remains |= any_differs(remaining_part(x, parts[half]), nothing);
+    for (int block = 0; block < blocks_; block++) {
+      char* matrix = query_ + (block * kMostParts + part) * query_bytes();
+      for (int d = 0; d < padded_dim_; d += kNumbers, matrix += kMatrixBytes) {
+        Words words[kGroup];
+        for (int i = 0; i < kGroup; i++) {
+          const int row = block * kRows + i % kRows;
+          Vector parts[2] = {nothing, nothing};
+          for (int half = 0; row < rows_ && half < 2; half++) {
+            Vector x = times(load_query(row, d + 16 * half), sign);
+            for (int p = 0; p < part; p++) x = remaining_part(x, leading_part(x));
+            parts[half] = leading_part(x);
+            remains |= any_differs(remaining_part(x, parts[half]), nothing);
+          }
+          words[i] = join_parts(parts[0], parts[1]);
         }
-        words[i] = join_parts(parts[0], parts[1]);
+        transpose(words);
+        for (int i = 0; i < kGroup; i++) store_words(matrix + 64 * i, words[i]);
       }
-      transpose(words);
-      for (int i = 0; i < kGroup; i++) store_words(matrix + 64 * i, words[i]);
     }
     return remains && part + 1 < kMostParts;
   }
@@ -140,43 +264,40 @@ class GroupAttention {
     }
   }
 
-  // scores_: [slot][16 lanes], keys times query rows.
-  void score(Fetcher& fetcher) {
-    clear_matrix<0>();
-    clear_matrix<1>();
-    clear_matrix<2>();
-    clear_matrix<3>();
-    const char* query = query_;
-    for (int part = 0; part < parts_; part++) {
-      for (int byte = 0; byte < padded_dim_ * 2; byte += 64, query += kMatrixBytes) {
-        load_matrix<4>(query, 64);
-        load_matrix<5>(keys_[0].start + byte, keys_[0].stride);
-        multiply_matrices<0, 5, 4>();
-        fetcher.step();
-        load_matrix<6>(keys_[1].start + byte, keys_[1].stride);
-        multiply_matrices<1, 6, 4>();
-        fetcher.step();
-        load_matrix<7>(keys_[2].start + byte, keys_[2].stride);
-        multiply_matrices<2, 7, 4>();
-        fetcher.step();
-        load_matrix<5>(keys_[3].start + byte, keys_[3].stride);
-        multiply_matrices<3, 5, 4>();
-        fetcher.step();
+  // scores_: [slot][16 lanes], keys times a block of query rows.
+  void score(int block, const Tile& tile, Fetcher& fetcher) {
+    float* to = scores_;
+    for (const Rows* keys = keys_; keys < keys_ + kGroups; keys += 2, to += 2 * kMatrixFloats) {
+      clear_matrix<4>();
+      clear_matrix<5>();
+      const char* query = query_ + block * kMostParts * query_bytes();
+      for (int part = 0; part < parts_; part++) {
+        for (int byte = 0; byte < padded_dim_ * 2; byte += 64, query += kMatrixBytes) {
+          load_matrix<6>(query, 64);
+          load_matrix<7>(keys[0].start + byte, keys[0].stride);
+          fetcher.step();
+          multiply_matrices<4, 7, 6>();
+          fetcher.step();
+          load_matrix<7>(keys[1].start + byte, keys[1].stride);
+          fetcher.step();
+          multiply_matrices<5, 7, 6>();
+          fetcher.step();
+        }
       }
+      store_matrix<4>(to, 64);
+      store_matrix<5>(to + kMatrixFloats, 64);
     }
-    store_matrix<0>(scores_, 64);
-    store_matrix<1>(scores_ + kMatrixFloats, 64);
-    store_matrix<2>(scores_ + 2 * kMatrixFloats, 64);
-    store_matrix<3>(scores_ + 3 * kMatrixFloats, 64);
+    hide(block, tile);
   }
 
   // Slots that hold no key, and keys that only other query tokens see.
-  void hide(const Tile& tile) {
+  void hide(int block, const Tile& tile) {
     for (int slot = tile.count; slot < kTile; slot++) {
       store(scores_ + slot * kGroup, broadcast(-__builtin_inff()));
     }
     for (int lane = 0; !tile.seen_by_all && lane < kGroup; lane++) {
-      const Seen seen = seen_by(task_, tile, row_of(lane) % task_.num_queries);
+      const int row = block * kRows + lane % kRows;
+      const Seen seen = seen_by(task_, tile, row % task_.num_queries);
       for (int slot = 0; slot < tile.count; slot++) {
         if (slot >= seen.first && slot < seen.last) continue;
         scores_[slot * kGroup + lane] = -__builtin_inff();
@@ -189,117 +310,99 @@ class GroupAttention {
     return power_of_two(times(minus(scores, base), broadcast(factor_)));
   }
 
-  // Scores of slots 2 i and 2 i + 1, one in each half; those of a slot lie there twice.
-  static Vector scores_of_both(const float* scores, int i) {
-    return join_halves(load(scores + 2 * i * kGroup), load(scores + (2 * i + 1) * kGroup));
+  // Scores of slots i and 8 + i of a group, one in each half; those of a slot lie there twice.
+  Vector scores_of_both(int group, int i) const {
+    const float* scores = scores_ + group * kMatrixFloats + i * kGroup;
+    return join_halves(load(scores), load(scores + kMatrixFloats / 2));
   }
 
-  Vector largest_scores() const {
-    constexpr int kVectors = kSharesMatrix ? kTile / 2 : kTile;
-    Vector tops[4] = {tops_, tops_, tops_, tops_};
-    for (int first = 0; first < kVectors; first += kGroup) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kGroup; i++) {
-        const Vector scores = kSharesMatrix ? scores_of_both(scores_, first + i)
-                                            : load(scores_ + (first + i) * kGroup);
-        tops[i % 4] = maximum(scores, tops[i % 4]);
+  Vector largest_scores(Vector before, Fetcher& fetcher) const {
+    Vector tops[4] = {before, before, before, before};
+    for (int group = 0; group < kGroups; group++) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; i++) {
+        tops[i % 4] = maximum(scores_of_both(group, i), tops[i % 4]);
+        if (i % 4 == 0) fetcher.step();
       }
     }
     const Vector top = maximum(maximum(tops[0], tops[1]), maximum(tops[2], tops[3]));
-    return kSharesMatrix ? maximum(top, join_upper_lower(top, top)) : top;
+    return maximum(top, join_upper_lower(top, top));
   }
 
-  // weights_: [unit][part if rows do not share a matrix], each 16 rows by 32 tokens.
-  void weigh(Fetcher& fetcher) {
-    const Vector before = tops_;
-    tops_ = largest_scores();
+  // weights_: [group][part], each 16 rows by 16 words, of a token each.
+  void weigh(Softmax& softmax, Fetcher& fetcher) {
+    const Vector before = softmax.tops;
+    softmax.tops = largest_scores(before, fetcher);
     // Finite, so that there is no difference of two infinities where nothing was seen.
-    const Vector base = maximum(tops_, broadcast(-__FLT_MAX__));
-    decays_ = weights_of(before, base);
-    totals_ = times(totals_, decays_);
+    const Vector base = maximum(softmax.tops, broadcast(-__FLT_MAX__));
+    softmax.decays = weights_of(before, base);
+    Vector sum = times(softmax.totals, softmax.decays);
     char* to = weights_;
-    for (int unit = 0; unit < kUnits; unit++) {
-      const float* scores = scores_ + unit * 2 * kMatrixFloats;
-      Words pairs[kWeightMatrices][kGroup];  // of neighbouring slots
-      Vector sum = broadcast(0.0f);
-#pragma GCC unroll 16
-      for (int i = 0; i < kGroup; i++) {
-        if constexpr (kSharesMatrix) {
-          const Vector weights = weights_of(scores_of_both(scores, i), base);
-          sum = plus(sum, weights);
-          const Vector rounded = round_to_bf16(weights), rest = minus(weights, rounded);
-          pairs[0][i] = round_to_pairs(join_lower(rounded, rest), join_upper(rounded, rest));
-        } else {
-          const Vector even = weights_of(load(scores + 2 * i * kGroup), base);
-          const Vector odd = weights_of(load(scores + (2 * i + 1) * kGroup), base);
-          sum = plus(sum, plus(even, odd));
-          pairs[0][i] = round_to_pairs(even, odd);
-          pairs[1][i] = round_to_pairs(minus(even, round_to_bf16(even)),
-                                       minus(odd, round_to_bf16(odd)));
-        }
+    for (int group = 0; group < kGroups; group++, to += 2 * kMatrixBytes) {
+      Words weights[kRows];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; i++) {
+        const Vector both = weights_of(scores_of_both(group, i), base);
+        sum = plus(sum, both);
+        weights[i] = as_words(both);
         fetcher.step();
       }
-      totals_ = plus(totals_, sum);
-      for (int m = 0; m < kWeightMatrices; m++, to += kMatrixBytes) {
-        transpose(pairs[m]);
-        for (int i = 0; i < kGroup; i++) store_words(to + 64 * i, pairs[m][i]);
+      transpose_halves(weights);  // now of row i, for all tokens of the group
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; i++) {
+        const Vector weight = as_floats(weights[i]), rounded = round_to_bf16(weight);
+        const Vector rest = round_to_bf16(minus(weight, rounded));
+        store_words(to + 64 * i, upper_halves(as_words(rounded)));
+        store_words(to + 64 * (kRows + i), as_words(rounded));
+        store_words(to + kMatrixBytes + 64 * i, upper_halves(as_words(rest)));
+        store_words(to + kMatrixBytes + 64 * (kRows + i), as_words(rest));
       }
     }
+    softmax.totals = sum;
   }
 
-  // sums_, decayed, plus weights times values.
-  void add(Fetcher& fetcher) {
-    if (!sums_.is_empty() && any_differs(decays_, broadcast(1.0f))) {
-      float decays[kGroup];
-      store(decays, decays_);
-      for (int row = 0; row < kGroup; row++) {
-        if (decays[row] != 1.0f) sums_.decay(row, decays[row]);
-      }
-    }
-    sums_.add(values_, kUnits, weights_, [&] { fetcher.step(); });
+  // A block's sums, decayed, plus weights times values.
+  void add(int block, Fetcher& fetcher) {
+    const Vector decays = softmax_[block].decays;
+    if (any_differs(decays, broadcast(1.0f))) sums_.decay(block, decays);
+    sums_.add(block, values_, kGroups, weights_, [&] { fetcher.step(); });
   }
 
   bool write() {
-    float totals[kGroup], tops[kGroup];
-    store(totals, totals_);
-    store(tops, tops_);
     Vector wrong = broadcast(0.0f);
     for (int row = 0; row < rows_; row++) {
       float* out = task_.partial + row * partial_row_floats(task_.head_dim_v);
       for (int d = 0; d < task_.head_dim_v; d += kNumbers) {
-        Vector numbers[2] = {broadcast(0.0f), broadcast(0.0f)};
-        for (int high = 0; high < 2 && !sums_.is_empty(); high++) {
-          const float* sums = sums_.of(row, d) + high * kMatrixFloats;
-          numbers[high] = load(sums);
-          if (kSharesMatrix) numbers[high] = plus(numbers[high], load(sums + kMatrixFloats / 2));
-          wrong = plus(wrong, minus(numbers[high], numbers[high]));
-        }
-        store_numbers(out + d, smaller(kNumbers, task_.head_dim_v - d), numbers[0], numbers[1]);
+        const float* sums = sums_.of(row, d);
+        const Vector even = load(sums), odd = load(sums + kMatrixFloats / 2);
+        wrong = plus(wrong, plus(minus(even, even), minus(odd, odd)));
+        store_pairs(out + d, smaller(kNumbers, task_.head_dim_v - d), even, odd);
       }
-      const float total = kSharesMatrix ? totals[row] + totals[row + kGroup / 2] : totals[row];
+      float totals[kGroup], tops[kGroup];
+      store(totals, softmax_[row / kRows].totals);
+      store(tops, softmax_[row / kRows].tops);
+      const float total = totals[row % kRows] + totals[row % kRows + kRows];
       out[task_.head_dim_v] = total;
-      out[task_.head_dim_v + 1] = tops[row];
+      out[task_.head_dim_v + 1] = tops[row % kRows];
       wrong = plus(wrong, broadcast(total - total));
     }
     return !any_is_nan(wrong);
   }
 
   const Task& task_;
-  const int rows_, padded_dim_, padded_dim_v_;
+  const int rows_, blocks_, padded_dim_, padded_dim_v_;
   const float factor_;  // of a score in the exponent of its weight
   Scratch scratch_;
-  Sums sums_;
+  GroupSums sums_;
   int parts_ = 0;  // of the query
   char *query_, *weights_, *copied_keys_, *copied_values_;
   float* scores_;
-  Vector tops_, totals_, decays_;  // by lane; a row that has two lanes has two parts of its total
+  Softmax softmax_[kMostBlocks];
   Rows keys_[kGroups], values_[kGroups];
 };
 
 void attend_group(const Task& task, Dtype dtype) {
-  const bool is_right = task_rows(task) <= kGroup / 2 ? GroupAttention<1>(task).run()
-                                                      : GroupAttention<2>(task).run();
-  if (!is_right) vectors().attend(task, dtype);
+  if (!GroupAttention(task).run()) vectors().attend(task, dtype);
 }
 
 constexpr Kernel group_kernel = {SPARSEKV_TEXT(SPARSEKV_VECTORS), attend_group};

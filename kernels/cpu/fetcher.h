@@ -33,11 +33,14 @@ class Fetcher {
   void announce_keys(const Tile& tile) const { announce(tile.key, tile.count, keys_); }
   void announce_values(const Tile& tile) const { announce(tile.value, tile.count, values_); }
 
+  // As much as is due after a step more.
   SPARSEKV_MEMBER void step() {
-    if (--steps_left_ > 0) return;
-    steps_left_ = steps_for_a_turn_;
-    if (at_ >= end_ && !find()) return;
-    for (int i = rounds_in_a_turn_; i > 0; i--) fetch_round();
+    due_ += pace_.rounds;
+    while (due_ >= pace_.steps) {
+      due_ -= pace_.steps;
+      if (at_ >= end_ && !find()) return;
+      fetch_round();
+    }
   }
 
   // All that is left.
@@ -52,15 +55,13 @@ class Fetcher {
   static constexpr int kLinesAnnounced = 4;
 
   struct Pace {
-    Pace(int64_t bytes_of_token, int64_t steps) : bytes(bytes_of_token) {
-      const int64_t rounds = (kTile * ((bytes + 63) / 64) + kPlaces - 1) / kPlaces;
-      if (steps < 1) steps = 1;
-      rounds_in_a_turn = int((rounds + steps - 1) / steps);
-      steps_for_a_turn = rounds_in_a_turn == 1 ? int(steps / rounds) : 1;
-    }
+    Pace(int64_t bytes_of_token, int64_t steps_of_tile)
+        : bytes(bytes_of_token),
+          rounds(int((kTile * ((bytes + 63) / 64) + kPlaces - 1) / kPlaces)),
+          steps(steps_of_tile < 1 ? 1 : int(steps_of_tile)) {}
 
     int64_t bytes;  // of a token
-    int rounds_in_a_turn, steps_for_a_turn;
+    int rounds, steps;
   };
 
   // Tokens that lie end to end, in kPlaces parts that start so many bytes apart.
@@ -73,8 +74,8 @@ class Fetcher {
   void start(const char* const* tokens, int count, const Pace& pace) {
     num_runs_ = run_ = 0;
     at_ = end_ = nullptr;
-    rounds_in_a_turn_ = pace.rounds_in_a_turn;
-    steps_for_a_turn_ = steps_left_ = pace.steps_for_a_turn;
+    pace_ = pace;
+    due_ = 0;
     if (count == 0 || pace.bytes == 0) return;
     if (lie_end_to_end(tokens, count, pace)) {
       runs_[num_runs_++] = run(tokens[0], count * pace.bytes);
@@ -126,7 +127,8 @@ class Fetcher {
   }
 
   const Pace keys_, values_;
-  int rounds_in_a_turn_ = 0, steps_for_a_turn_ = 0, steps_left_ = 0;
+  Pace pace_{0, 1};  // of what is fetched now
+  int due_ = 0;
   const char *at_ = nullptr, *end_ = nullptr;  // in the first part of the run before run_
   int64_t apart_ = 0;
   int run_ = 0, num_runs_ = 0;

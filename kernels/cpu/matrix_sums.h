@@ -4,9 +4,7 @@
 
 // [slab of numbers][block of rows][matrix of rows][matrix of numbers], each 16 rows by 16 numbers.
 // Two matrices hold 32 numbers: the first one those 0 ... 3 of each eight.
-//
-// kParts: bf16 numbers that add up to a weight.
-template <int kRowMatrices, int kParts = 1>
+template <int kRowMatrices>
 class MatrixSums {
  public:
   static constexpr int kSlab = Blocking<kRowMatrices>::kOthers * 16;  // numbers at a time
@@ -43,7 +41,7 @@ class MatrixSums {
   }
 
   // Of so many units, two groups of tokens each. weights: [matrix of rows][kSteps matrices], each
-  // 16 rows by 32 tokens; or, in parts, [unit][part]. `meanwhile` is called between the products.
+  // 16 rows by 32 tokens. `meanwhile` is called between the products.
   template <class Meanwhile>
   SPARSEKV_MEMBER void add(const Rows* values, int units, const char* weights,
                            const Meanwhile& meanwhile) {
@@ -93,7 +91,7 @@ class MatrixSums {
     const float* next_sums = to + kMatricesOfSums * kMatrixFloats;
     const bool packs_slab = block + 1 == row_blocks_ && (slab + 1) * kSlab < padded_dim_v_;
     Unit<kOthers> unit = unit_at(values, units, slab, 0);
-    for (int k = 0; k < units; k++, weights += kParts * kMatrixBytes) {
+    for (int k = 0; k < units; k++, weights += kMatrixBytes) {
       const char* packed = unit.packed();
       const bool is_last = k + 1 == units;
       const bool packs = is_last ? packs_slab : block == 0;
@@ -103,26 +101,7 @@ class MatrixSums {
         meanwhile();
         if (kRowMatrices > 1) next_sums = fetch_sums(next_sums);
       };
-      if constexpr (kParts == 2) {
-        load_matrix<4>(weights, 64);
-        load_matrix<5>(weights + kMatrixBytes, 64);
-        load_matrix<6>(packed, 64);
-        load_matrix<7>(packed + kMatrixBytes, 64);
-        between(0);
-        multiply_matrices<0, 4, 6>();
-        multiply_matrices<1, 4, 7>();
-        between(1);
-        multiply_matrices<0, 5, 6>();
-        multiply_matrices<1, 5, 7>();
-        load_matrix<6>(packed + 2 * kMatrixBytes, 64);
-        load_matrix<7>(packed + 3 * kMatrixBytes, 64);
-        between(2);
-        multiply_matrices<2, 4, 6>();
-        multiply_matrices<3, 4, 7>();
-        between(3);
-        multiply_matrices<2, 5, 6>();
-        multiply_matrices<3, 5, 7>();
-      } else if constexpr (kRowMatrices == 1) {
+      if constexpr (kRowMatrices == 1) {
         load_matrix<4>(weights, 64);
         load_matrix<5>(packed, 64);
         load_matrix<6>(packed + kMatrixBytes, 64);
