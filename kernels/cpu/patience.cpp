@@ -25,26 +25,24 @@ void rest_until(uint64_t counter) {
   asm volatile("tpause %0" ::"r"(1u), "a"(uint32_t(counter)), "d"(uint32_t(counter >> 32)) : "cc");
 }
 
+#endif
+
+}  // namespace
+
 void pause_briefly() {
+#if defined(__x86_64__)
   static const bool is_restful = has_tpause();
   if (is_restful) {
     rest_until(__builtin_ia32_rdtsc() + kTicks);
   } else {
     for (int i = 0; i < 4; i++) __builtin_ia32_pause();
   }
-}
-
 #elif defined(__aarch64__)
-
-void pause_briefly() { asm volatile("isb"); }
-
+  asm volatile("isb");
 #else
-
-void pause_briefly() { std::this_thread::yield(); }
-
+  std::this_thread::yield();
 #endif
-
-}  // namespace
+}
 
 void Patience::pause() {
   if (!is_awake_) {

@@ -5,9 +5,12 @@
 
 namespace sparsekv {
 
-// Short pauses, so that a change is seen within a microsecond and the core's other hyperthread runs
-// on. Where nothing has come for kAwake, the thread naps instead: what takes that long is not
-// delayed by a nap, and a flag that is never set must not cost a core.
+// A tenth of a microsecond or two, in which the core's other hyperthread runs on.
+void pause_briefly();
+
+// Short pauses, so that a change is seen within a microsecond. Where nothing has come for kAwake,
+// the thread naps instead: what takes that long is not delayed by a nap, and a flag that is never
+// set must not cost a core.
 class Patience {
  public:
   void pause();

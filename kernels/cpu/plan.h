@@ -87,10 +87,10 @@ class Plan {
   // Keys of one task: enough to be worth its start and its partial result, few enough that a sum of
   // single precision stays exact to its last digits. Tasks become shorter towards the end, each a
   // part of what is left then, so that few are needed for all threads to end together.
-  static constexpr int64_t kLeastProducts = int64_t(64) << 20;
+  static constexpr int64_t kLeastProducts = int64_t(160) << 20;
   static constexpr int64_t kLeastKeys = 512;
   static constexpr int64_t kMostKeys = 8192;
-  static constexpr int64_t kTasksAtOnce = 64;
+  static constexpr int64_t kTasksAtOnce = 32;
 
   // Partial results that may be alive at a time.
   static constexpr int64_t kWorkspaceFloats = int64_t(16) << 20;

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <limits>
 #include <mutex>
 #include <string>
 #include <system_error>
@@ -14,8 +14,10 @@
 #include <utility>
 #include <vector>
 
+#include "bed.h"
 #include "cores.h"
 #include "patience.h"
+#include "short_lock.h"
 
 namespace sparsekv {
 
@@ -25,14 +27,12 @@ struct Loop {
   Loop(int64_t count, const std::function<void(int64_t)>& work)
       : count(count), work(work), unfinished(count) {}
 
-  bool is_over() const { return unfinished == 0 && users == 0; }
-
   const int64_t count;
   const std::function<void(int64_t)>& work;
   std::atomic<int64_t> next{0};
-  int64_t unfinished;  // under the pool's mutex
-  int users = 0;       // threads that hold a reference; under the pool's mutex
-  std::condition_variable over;
+  int64_t unfinished;  // under the pool's lock
+  int users = 0;       // threads that hold a reference; under the pool's lock
+  Bed owner;           // woken when there is neither
 };
 
 // Threads that were started together, and leave together.
@@ -44,10 +44,10 @@ struct Crew {
 }  // namespace
 
 struct Pool::State {
-  std::mutex mutex;
-  std::condition_variable wake;
+  ShortLock lock;
   std::deque<Loop*> loops;             // those with items that nobody has taken yet
-  std::atomic<bool> has_loops{false};  // for the thread that polls
+  std::atomic<bool> has_loops{false};  // changes with the lock held
+  std::vector<Bed*> sleeping;          // of threads that look for work again once they are woken
   Jobs jobs;
 
   std::mutex resizing;  // held while crews change; never by the threads themselves
@@ -58,8 +58,10 @@ struct Pool::State {
   void dismiss(Crew& old);
   void serve(const Crew& mine);
   std::shared_ptr<Job> next_job(const Crew& mine);
-  void help(std::unique_lock<std::mutex>& lock, Loop& loop, bool may_leave);
-  void wake_one();
+  Loop* join();
+  void help(Loop& loop, bool may_leave);
+  void sleep(const Crew& mine, Bed& bed);
+  void wake(size_t most);
 };
 
 namespace {
@@ -73,6 +75,10 @@ std::unique_ptr<Crew> Pool::State::start(int threads) {
   const std::vector<std::vector<int>> cores = physical_cores();
   const bool are_pinned = size_t(threads) <= cores.size();
   try {
+    {
+      std::lock_guard<ShortLock> held(lock);
+      sleeping.reserve(size_t(size) + threads);  // for another crew that is still here too
+    }
     for (int i = 0; i < threads; i++) {
       const std::vector<int> core = are_pinned ? cores[i] : std::vector<int>();
       started->threads.emplace_back([this, i, core, &mine = *started] {
@@ -89,68 +95,91 @@ std::unique_ptr<Crew> Pool::State::start(int threads) {
 }
 
 void Pool::State::dismiss(Crew& old) {
-  {
-    // Both under the mutex: a notification for one thread never reaches one that only leaves.
-    std::lock_guard<std::mutex> lock(mutex);
-    old.is_leaving = true;
-    wake.notify_all();
-  }
+  old.is_leaving = true;
+  wake(std::numeric_limits<size_t>::max());
   for (std::thread& thread : old.threads) thread.join();
 }
 
 void Pool::State::serve(const Crew& mine) {
   pool_of_this_thread = this;
-  std::unique_lock<std::mutex> lock(mutex);
-  for (;;) {
-    wake.wait(lock, [&] { return mine.is_leaving || !loops.empty() || jobs.wants_thread(); });
-    if (mine.is_leaving) return;
-    lock.unlock();
+  Bed bed;
+  while (!mine.is_leaving) {
     if (std::shared_ptr<Job> job = next_job(mine)) jobs.run(*job);
-    lock.lock();
-    if (!loops.empty()) help(lock, *loops.front(), true);
+    if (Loop* loop = join()) help(*loop, true);
+    sleep(mine, bed);
   }
 }
 
-// A job to run, after polling for one while there is nothing else to do; null: there is, or no job.
+// A job to run, after polling for one while there is nothing else to do; null: there is, or no job,
+// or another thread polls.
 std::shared_ptr<Job> Pool::State::next_job(const Crew& mine) {
+  if (!jobs.wants_thread() || !jobs.begin_polling()) return nullptr;
   std::shared_ptr<Job> job = jobs.take();
-  if (!job && !has_loops && jobs.begin_polling()) {
-    Patience patience;
-    while (!mine.is_leaving && !has_loops && jobs.has_waiting() && !(job = jobs.take())) {
-      patience.pause();
-    }
-    jobs.end_polling();
+  Patience patience;
+  while (!job && !mine.is_leaving && !has_loops && jobs.has_waiting()) {
+    patience.pause();
+    job = jobs.take();
   }
-  if (jobs.wants_thread()) wake_one();
+  jobs.end_polling();
+  if (jobs.wants_thread()) wake(1);
   return job;
 }
 
-// Work on a loop, with the mutex released meanwhile.
-void Pool::State::help(std::unique_lock<std::mutex>& lock, Loop& loop, bool may_leave) {
-  loop.users++;
-  lock.unlock();
+// The first loop with items left, of which this thread is a user now; or null.
+Loop* Pool::State::join() {
+  if (!has_loops) return nullptr;
+  std::lock_guard<ShortLock> held(lock);
+  if (loops.empty()) return nullptr;
+  loops.front()->users++;
+  return loops.front();
+}
+
+// Work on a loop that was joined.
+void Pool::State::help(Loop& loop, bool may_leave) {
   int64_t finished = 0;
   for (int64_t i; (i = loop.next.fetch_add(1)) < loop.count;) {
     loop.work(i);
     finished++;
     if (may_leave && jobs.has_ready()) break;
   }
-  lock.lock();
-  if (loop.next >= loop.count) {
-    const auto at = std::find(loops.begin(), loops.end(), &loop);
-    if (at != loops.end()) loops.erase(at);
-    has_loops = !loops.empty();
+  bool is_last = false;
+  {
+    std::lock_guard<ShortLock> held(lock);
+    if (loop.next >= loop.count) {  // so nobody joins from now on
+      const auto at = std::find(loops.begin(), loops.end(), &loop);
+      if (at != loops.end()) loops.erase(at);
+      has_loops = !loops.empty();
+    }
+    loop.unfinished -= finished;
+    loop.users--;
+    is_last = loop.unfinished == 0 && loop.users == 0;
   }
-  loop.unfinished -= finished;
-  loop.users--;
-  // The last one out tells the owner, with the mutex held: the loop dies as soon as it wakes.
-  if (loop.is_over()) loop.over.notify_one();
+  if (is_last) loop.owner.wake();  // the last that is done with it, as the owner may end it now
 }
 
-// The mutex orders this with threads that are about to sleep: they see the change, or are woken.
-void Pool::State::wake_one() {
-  { std::lock_guard<std::mutex> lock(mutex); }
-  wake.notify_one();
+void Pool::State::sleep(const Crew& mine, Bed& bed) {
+  {
+    // What comes after this finds the bed.
+    std::lock_guard<ShortLock> held(lock);
+    if (mine.is_leaving || has_loops || jobs.wants_thread()) return;
+    sleeping.push_back(&bed);
+  }
+  bed.sleep();
+}
+
+// So many of those that sleep, if there are as many. Others are awake, and look for work before
+// they sleep.
+void Pool::State::wake(size_t most) {
+  for (; most > 0; most--) {
+    Bed* bed = nullptr;
+    {
+      std::lock_guard<ShortLock> held(lock);
+      if (sleeping.empty()) return;
+      bed = sleeping.back();
+      sleeping.pop_back();
+    }
+    bed->wake();
+  }
 }
 
 Pool::Pool(int threads) : state_(new State) {
@@ -180,20 +209,25 @@ void Pool::run(int64_t count, const std::function<void(int64_t)>& work) {
     return;
   }
   Loop loop(count, work);
-  std::unique_lock<std::mutex> lock(state_->mutex);
-  state_->loops.push_back(&loop);
-  state_->has_loops = true;
-  state_->wake.notify_all();
   // A thread of the pool must work itself: there may be no other. Each other thread that is still
   // at an item ends it without waiting for anything, so this one does not wait for long.
-  if (pool_of_this_thread == state_.get()) state_->help(lock, loop, false);
-  loop.over.wait(lock, [&] { return loop.is_over(); });
+  const bool works = pool_of_this_thread == state_.get();
+  {
+    std::lock_guard<ShortLock> held(state_->lock);
+    state_->loops.push_back(&loop);
+    state_->has_loops = true;
+    if (works) loop.users++;
+  }
+  state_->wake(size_t(works ? count - 1 : count));
+  if (!works) return loop.owner.sleep();
+  state_->help(loop, false);
+  loop.owner.doze();
 }
 
 int64_t Pool::submit(std::function<int32_t()> work, const sparsekv_signal& signal) {
   if (size() == 0) return 0;
   const int64_t id = state_->jobs.submit(std::move(work), signal);
-  if (state_->jobs.wants_thread()) state_->wake_one();
+  if (state_->jobs.wants_thread()) state_->wake(1);
   return id;
 }
 
