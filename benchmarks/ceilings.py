@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.buffer import Buffer, Span, measuring_bytes
 from benchmarks.bus_ceilings import COPY_BYTES, BusCeiling, hbm_copy_gbs
-from benchmarks.command import finish, parser, print_table, progress
+from benchmarks.command import finish, parser, print_table, progress, run
 from benchmarks.machine import llc_bytes
 from benchmarks.memory_ceilings import (
     CopyCeiling,
@@ -133,4 +133,4 @@ def _spread(row: Row) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,6 +21,22 @@ from benchmarks.merge import keep_result
 from benchmarks.results import FOLDER, Check, Row, make_result, write_result
 
 THREADS = (1, 2, 4, 8, 15, 16)
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script, which SIGTERM (that of `timeout`, say) ends as Ctrl-C does, with status 143.
+
+    What it does at the end of a run that is cut short, such as to write what was measured, it does.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    main()
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    # `timeout` tells the process and then its group: the second is not to cut off the writing.
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(EXIT_TERMINATED)
 
 
 def parser(description: str | None, rounds: int, *, scales: bool = True) -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ from benchmarks.attention_ways import (
     torch_ways,
 )
 from benchmarks.ceilings import ReadCeiling, filled_buffer, measuring_bytes
-from benchmarks.command import finish, parser, print_table, progress
+from benchmarks.command import finish, parser, print_table, progress, run
 from benchmarks.results import Row
 from sparsekv.kernels import cpu
 from sparsekv.kernels.cpu import library
@@ -196,4 +196,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -18,7 +18,7 @@ import torch
 from benchmarks.attention_shapes import SHAPES, WINDOW_SIZE, KVMemory, Turns
 from benchmarks.buffer import Buffer
 from benchmarks.ceilings import CopyCeiling, filled_buffer, measuring_bytes
-from benchmarks.command import finish, parser, print_table, progress
+from benchmarks.command import finish, parser, print_table, progress, run
 from benchmarks.gather_pieces import GatherPieces, numbers_of
 from benchmarks.machine import llc_bytes
 from benchmarks.results import Check, Row
@@ -180,4 +180,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

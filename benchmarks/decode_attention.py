@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.command import Report, finish, parser, print_table
+from benchmarks.command import Report, finish, parser, print_table, run
 from benchmarks.decode_ablations import ablations
 from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_checks import best, checks
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         measure(arguments, rows)
     finally:
-        # Also after an error or Ctrl-C: what was measured took minutes.
+        # Also after an error, Ctrl-C or SIGTERM: what was measured took minutes.
         _show(rows)
         finish("decode_attention", rows, checks, arguments)
 
@@ -234,4 +234,4 @@ def _show(rows: Sequence[Row]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.attention_shapes import SHAPES, WINDOW_SIZE, KVMemory, Shape, Turns
 from benchmarks.buffer import Buffer, Span
 from benchmarks.ceilings import BusCeiling, filled_buffer, hbm_copy_gbs
-from benchmarks.command import finish, parser, print_table, progress
+from benchmarks.command import finish, parser, print_table, progress, run
 from benchmarks.results import Check, Row
 from sparsekv.kernels.block_lists import BlockLists
 
@@ -302,4 +302,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

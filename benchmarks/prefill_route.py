@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.command import Report, finish, parser, print_table
+from benchmarks.command import Report, finish, parser, print_table, run
 from benchmarks.decode_case import Case
 from benchmarks.decode_rounds import attending_threads, take_turns
 from benchmarks.decode_ways import AttentionModule, attend_by_sdpa
@@ -233,4 +233,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

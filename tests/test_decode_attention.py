@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,7 +37,7 @@ from benchmarks.decode_rates import awaited_flags
 from benchmarks.decode_rounds import StepCeilings, take_turns
 from benchmarks.decode_sweep import borrowing, sweep, unless_memory_is_short
 from benchmarks.decode_ways import DecodeWay, DynamicDecode, PlainDecode, RegionDecode
-from benchmarks.results import Row, load_result
+from benchmarks.results import ROOT, Row, load_result
 from sparsekv.device import CudaStream
 
 try:
@@ -44,6 +47,26 @@ except RuntimeError as error:
 
 CPU = torch.device("cpu")
 STEPS = 3
+
+CUT_SHORT = """
+import runpy, signal, sys
+from benchmarks import decode_checks, decode_sweep
+
+first, *others = map(int, sys.argv.pop(1).split())
+
+def sweep(case, *arguments):
+    yield {**case.known, "kind": "decode", "way": "sparsekv", "share": 0.5, "ms_per_layer": 1.0}
+    signal.raise_signal(first)
+
+def checks(rows):
+    for number in others:
+        signal.raise_signal(number)
+    return []
+
+decode_sweep.sweep, decode_checks.checks = sweep, checks
+runpy.run_module("benchmarks.decode_attention", run_name="__main__", alter_sys=True)
+"""
+"""The script with a sweep that sends a signal after its first row; others come while it writes."""
 
 
 def case_of(name: str, context: int = 1100) -> Case:
@@ -289,6 +312,24 @@ def test_what_fails_costs_nothing_but_itself(
         decode_attention.main([*arguments, "--out", str(tmp_path)])
     (path,) = tmp_path.iterdir()
     assert [row["share"] for row in load_result(path).rows] == [0.5, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    # SIGTERM as `timeout` sends it: to the process, then to its group.
+    [([signal.SIGINT], -signal.SIGINT), ([signal.SIGTERM, signal.SIGTERM], 143)],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_a_run_that_is_cut_short_keeps_what_it_measured(
+    signals: list[signal.Signals], status: int, tmp_path: Path
+) -> None:
+    options = ["--quick", "--threads", "1", "--parts", "sweep", "--out", str(tmp_path)]
+    numbers = " ".join(str(int(number)) for number in signals)
+    command = [sys.executable, "-c", CUT_SHORT, numbers, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    (path,) = tmp_path.iterdir()
+    assert [row["share"] for row in load_result(path).rows] == [0.5]
 
 
 def test_the_plans_are_the_full_one_in_pieces() -> None:
