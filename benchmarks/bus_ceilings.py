@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +58,25 @@ class BusCeiling:
         """GB/s from host to GPU and GB/s of threads reading `span`, over the same interval."""
         with ReadLoad(num_threads, span) as load:
             return self._measure([(self._device, host) for host in self._host], load)
+
+    def begin_h2d(self, num_bytes: int) -> Callable[[], float]:
+        """Begin to copy so many bytes from host to GPU; what is returned waits for the end, and
+        gives the seconds that the copies took.
+        """
+        first, last = _mark(), _mark()
+        with torch.cuda.stream(self._stream):
+            first.record()
+            for i, done in enumerate(range(0, num_bytes, COPY_BYTES)):
+                piece = slice(0, min(COPY_BYTES, num_bytes - done))
+                source = self._host[i % len(self._host)]
+                self._device[piece].copy_(source[piece], non_blocking=True)
+            last.record()
+
+        def seconds() -> float:
+            last.synchronize()
+            return first.elapsed_time(last) / 1e3
+
+        return seconds
 
     def _measure(
         self, pairs: list[tuple[Tensor, Tensor]], load: ReadLoad | None = None

@@ -155,7 +155,7 @@ def _measure_part(
         "baselines": lambda: baselines(few, rounds, ceilings),
         "borrowing": lambda: borrowing(case, _PLACED, _BORROWED_SHARES, rounds, ceilings),
         "short": lambda: short(case, sizes.short_rounds),
-        "steps": lambda: steps(case, share, sizes.num_steps),
+        "steps": lambda: steps(case, share, sizes.num_steps, ceilings),
         "ablations": lambda: ablations(case, share, rounds, ceilings),
         "model": lambda: model_rows(some, share, rounds, is_quick, ceilings),
     }

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from benchmarks.ceilings import BusCeiling, ReadCeiling, filled_buffer, measuring_bytes
+from benchmarks.machine_pass import MachinePass
 from benchmarks.results import Row
 from sparsekv.kernels import cpu
 from sparsekv.kernels.cpu import library
@@ -57,6 +58,10 @@ class StepCeilings:
             found["ceiling_both_read_gbs"], found["ceiling_both_h2d_gbs"] = read, h2d
             found["ceiling_gbs"] = read + h2d
         return found
+
+    def pass_of(self, read_bytes: int, copied_bytes: int) -> MachinePass:
+        """The machine's own time for a step of so many bytes; to be used before this is closed."""
+        return MachinePass(self._num_threads, read_bytes, copied_bytes, self._bus)
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median, quantiles
 
 from benchmarks.decode_case import Case
-from benchmarks.decode_rounds import seconds_of, take_turns
+from benchmarks.decode_rounds import StepCeilings, seconds_of, take_turns
 from benchmarks.decode_sweep import WARM_UP
 from benchmarks.decode_ways import DecodeWay, DynamicDecode, PlainDecode, RegionDecode
 from benchmarks.results import Row
@@ -36,14 +36,21 @@ def short(case: Case, rounds: int) -> Iterator[Row]:
         yield row
 
 
-def steps(case: Case, cpu_share: float, num_steps: int) -> Iterator[Row]:
-    """Many steps one after the other, of a few layers; windows leave the accelerator meanwhile."""
+def steps(case: Case, cpu_share: float, num_steps: int, ceilings: StepCeilings) -> Iterator[Row]:
+    """Many steps one after the other, of a few layers; windows leave the accelerator meanwhile.
+
+    In turn with them the machine alone moves the bytes that were placed before the first.
+    """
     case = case.with_layers(_STEPS_LAYERS)
     way = RegionDecode(case, cpu_share, WARM_UP + num_steps)
+    placed = way.placed_bytes()
+    machine = ceilings.pass_of(placed["unpinned"], placed["pinned"])
     for _ in range(WARM_UP):
+        machine.seconds()
         seconds_of(way.step, case.device)
-    samples, evicting = [], []
+    samples, evicting, alone = [], [], []
     for _ in range(num_steps):
+        alone.append(1e3 * machine.seconds())
         is_evicting = way.is_full_window_next()
         samples.append(1e3 * seconds_of(way.step, case.device))
         if is_evicting:
@@ -55,9 +62,16 @@ def steps(case: Case, cpu_share: float, num_steps: int) -> Iterator[Row]:
         "share": cpu_share,
         "num_steps": num_steps,
         "p50_ms": median(samples),
-        "p99_ms": quantiles(samples, n=100, method="inclusive")[98],
+        "p99_ms": _p99(samples),
         "samples": samples,
+        "machine_p50_ms": median(alone),
+        "machine_p99_ms": _p99(alone),
+        "machine_samples": alone,
     }
     if evicting:
         row |= {"evicting_ms": median(evicting), "evicting_samples": evicting}
     yield row
+
+
+def _p99(samples: Sequence[float]) -> float:
+    return quantiles(samples, n=100, method="inclusive")[98]

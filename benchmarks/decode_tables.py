@@ -129,7 +129,20 @@ def _steps(title: str, rows: Sequence[Row]) -> Iterator[str]:
             evicting = f"{row['evicting_ms']:.2f}" if "evicting_ms" in row else ""
             line = [f"share {row['share']:g}", f"{row['p50_ms']:.2f}", f"{row['p99_ms']:.2f}"]
             columns = [what, "P50, ms a step", "P99, ms a step", "evicting steps, median ms"]
-            yield markdown(columns, [[*line, evicting]])
+            alone = _machine_alone(row)
+            yield markdown([*columns, *alone], [[*line, evicting, *alone.values()]])
+
+
+def _machine_alone(row: Row) -> dict[str, str]:
+    """By column, where it was measured: how even the machine is with nothing of the product."""
+    if "machine_samples" not in row:
+        return {}
+    p50, p99 = row["machine_p50_ms"], row["machine_p99_ms"]
+    return {
+        "machine alone: P50, ms": f"{p50:.2f}",
+        "P99, ms": f"{p99:.2f}",
+        "its P99 / P50": f"{p99 / p50:.2f}",
+    }
 
 
 def _ablations(title: str, rows: Sequence[Row]) -> Iterator[str]:

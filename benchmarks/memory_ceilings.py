@@ -54,6 +54,10 @@ class ReadCeiling:
         """
         return max(self._pass(_READ, start), self._pass(_READ_PREFETCH, start))
 
+    def seconds(self) -> float:
+        """Of one pass, from the first byte, with software prefetch as a ReadLoad has it."""
+        return self.span.num_bytes / self._pass(_READ_PREFETCH, 0) / 1e9
+
     def _pass(self, kind: int, start: int) -> float:
         return _gbs(kind, self.num_threads, self.span.address, self.span, start=start)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import buffer, ceilings, memory_ceilings
+from benchmarks import buffer, bus_ceilings, ceilings, memory_ceilings
 from benchmarks.buffer import HUGE_PAGE_BYTES, Buffer, Span
 from benchmarks.ceilings import (
     CopyCeiling,
@@ -107,6 +107,9 @@ def test_the_bus_is_measured_alone_and_beside_readers() -> None:
         assert bus.h2d() > 1
         assert bus.d2h() > 1
         h2d, read = bus.h2d_while_reading(2, memory.span)
+        num_bytes = 5 * bus_ceilings.COPY_BYTES + 256
+        seconds = bus.begin_h2d(num_bytes)()
+    assert 1 < num_bytes / seconds / 1e9 < 1000
     assert h2d > 1
     assert read > 1
     assert ceilings.hbm_copy_gbs(num_copies=2) > 100

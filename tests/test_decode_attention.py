@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,11 +19,13 @@ import sparsekv
 from benchmarks import (
     decode_ablations,
     decode_attention,
+    decode_steps,
     decode_sweep,
     memory_ceilings,
     whole_model,
 )
 from benchmarks.attention_shapes import SHAPES
+from benchmarks.ceilings import BusCeiling, ReadCeiling
 from benchmarks.decode_ablations import (
     AblatedStep,
     PageableSource,
@@ -37,6 +39,7 @@ from benchmarks.decode_rates import awaited_flags
 from benchmarks.decode_rounds import StepCeilings, take_turns
 from benchmarks.decode_sweep import borrowing, sweep, unless_memory_is_short
 from benchmarks.decode_ways import DecodeWay, DynamicDecode, PlainDecode, RegionDecode
+from benchmarks.machine_pass import MachinePass
 from benchmarks.results import ROOT, Row, load_result
 from sparsekv.device import CudaStream
 
@@ -150,6 +153,46 @@ def test_windows_leave_in_the_steps_that_are_said_to_evict() -> None:
         assert (sum(way.placed_bytes().values()) > before) is is_evicting
 
 
+def test_beside_every_step_the_machine_moves_the_bytes_of_a_step(
+    ceilings: StepCeilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[str] = []
+
+    def read(ceiling: ReadCeiling) -> float:
+        turns.append("machine")
+        assert ceiling.span.num_bytes == case.kv_bytes
+        return 0.001 * turns.count("machine")
+
+    real = RegionDecode.step
+
+    def step(way: RegionDecode) -> Tensor:
+        turns.append("step")
+        return real(way)
+
+    monkeypatch.setattr(ReadCeiling, "seconds", read)
+    monkeypatch.setattr(RegionDecode, "step", step)
+    case = case_of("qwen3", context=4 * 256)
+    (row,) = decode_steps.steps(case, 0.25, 3, ceilings)
+    assert turns == ["machine", "step"] * (decode_sweep.WARM_UP + 3)
+    assert row["machine_samples"] == pytest.approx([3.0, 4.0, 5.0])
+    assert row["machine_p50_ms"] == pytest.approx(4.0)
+    assert row["machine_p99_ms"] == pytest.approx(4.98)
+    assert len(row["samples"]) == 3
+
+
+@pytest.mark.parametrize(("read_bytes", "copied_bytes"), [(1024, 512), (1024, 0), (0, 512)])
+def test_a_pass_takes_as_long_as_the_slower_of_reading_and_copying(
+    read_bytes: int, copied_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bus:
+        def begin_h2d(self, num_bytes: int) -> Callable[[], float]:
+            return lambda: num_bytes / 64
+
+    monkeypatch.setattr(ReadCeiling, "seconds", lambda ceiling: ceiling.span.num_bytes / 256)
+    machine = MachinePass(1, read_bytes, copied_bytes, cast(BusCeiling, Bus()))
+    assert machine.seconds() == max(read_bytes / 256, copied_bytes / 64)
+
+
 def test_turns_alternate_and_forget_the_warm_up() -> None:
     seen: list[str] = []
     steps = [lambda: seen.append("a"), lambda: seen.append("b")]
@@ -258,6 +301,8 @@ def test_checks_judge_the_fastest_share_and_only_what_they_are_about() -> None:
             "p50_ms": 10.0,
             "p99_ms": 10.6,
             "evicting_ms": 10.4,
+            "machine_p50_ms": 9.0,
+            "machine_p99_ms": 9.9,
         },
     ]
     fastest = best(rows[:5])
@@ -297,6 +342,9 @@ def test_the_script_measures_every_part(tmp_path: Path) -> None:
     assert all(row.keys() >= rates for row in result.rows if row["kind"] in ("decode", "model"))
     assert all(row.keys() >= rates | {"cpu_gbs", "h2d_gbs"} for row in replaced)
     assert all(row["num_threads"] == 1 for row in result.rows)
+    (many,) = (row for row in result.rows if row["kind"] == "steps")
+    assert len(many["machine_samples"]) == len(many["samples"])
+    assert 0 < min(many["machine_samples"]) <= many["machine_p50_ms"] <= many["machine_p99_ms"]
 
 
 def test_what_fails_costs_nothing_but_itself(
