@@ -68,8 +68,9 @@ def _against_offloaded(rows: Sequence[Row], kind: str, what: str, target: float)
 def _short(rows: Sequence[Row]) -> Iterator[Check]:
     for row in rows:
         if row["kind"] == "short" and "extra_us" in row:
+            against = f", against {row['against']}" if "against" in row else ""
             yield Check(
-                name=f"{row['shape']}, {row['size']}, all in the window: extra us a layer",
+                name=f"{row['shape']}, {row['size']}, all in the window{against}: extra us a layer",
                 value=row["extra_us"],
                 target=_EXTRA_US,
                 lower_is_better=True,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,7 +20,6 @@ from sparsekv.engine import attend
 
 SPARSEKV = "sparsekv"
 DYNAMIC, OFFLOADED = "DynamicCache", "DynamicCache, offloaded"
-PLAIN = "attention in GPU memory"
 
 
 class DecodeWay(Protocol):
@@ -105,41 +103,6 @@ class DynamicDecode:
         """Update and attend, in every layer."""
         for layer_idx in range(self._case.num_layers):
             key, value = self._cache.update(*self._token, layer_idx)
-            out = attend_by_sdpa(self._module, self._query, key, value)
-        return out
-
-
-class PlainDecode:
-    """Attention as short as it can be: the token is written to its place, and sdpa reads all.
-
-    Args:
-        case: what is decoded.
-        num_steps: steps for which there will be room.
-    """
-
-    name = PLAIN
-
-    def __init__(self, case: Case, num_steps: int) -> None:
-        self._case = case
-        self._module = AttentionModule(case.shape)
-        self._query, self._token = case.query(), case.new_token()
-        self._layers = []
-        self._num_tokens = case.context
-        for _ in range(case.num_layers):
-            layer = []
-            for prompt in case.prompt():
-                room = prompt.new_zeros((*prompt.shape[:2], num_steps, prompt.shape[3]))
-                layer.append(torch.cat((prompt, room), dim=2))
-            self._layers.append(layer)
-
-    def step(self) -> Tensor:
-        """Write and attend, in every layer."""
-        last = self._num_tokens
-        self._num_tokens += 1
-        for layer in self._layers:
-            for stored, token in zip(layer, self._token, strict=True):
-                stored[:, :, last : last + 1].copy_(token)
-            key, value = (stored[:, :, : last + 1] for stored in layer)
             out = attend_by_sdpa(self._module, self._query, key, value)
         return out
 

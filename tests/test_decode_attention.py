@@ -38,8 +38,9 @@ from benchmarks.decode_checks import best, checks
 from benchmarks.decode_rates import awaited_flags
 from benchmarks.decode_rounds import StepCeilings, take_turns
 from benchmarks.decode_sweep import borrowing, sweep, unless_memory_is_short
-from benchmarks.decode_ways import DecodeWay, DynamicDecode, PlainDecode, RegionDecode
+from benchmarks.decode_ways import DecodeWay, DynamicDecode, RegionDecode
 from benchmarks.machine_pass import MachinePass
+from benchmarks.plain_decode import PlainDecode, sdpa_calls
 from benchmarks.results import ROOT, Row, load_result
 from sparsekv.device import CudaStream
 
@@ -77,6 +78,10 @@ def case_of(name: str, context: int = 1100) -> Case:
     return Case(shape=SHAPES[name], num_layers=2, batch_size=2, context=context, device=CPU)
 
 
+def plain_ways(case: Case) -> list[PlainDecode]:
+    return [PlainDecode(case, STEPS, call) for call in sdpa_calls(case.device)]
+
+
 def last_of(step: Callable[[], Tensor]) -> Tensor:
     return [step() for _ in range(STEPS)][-1].float()
 
@@ -90,7 +95,7 @@ def ceilings() -> Iterator[StepCeilings]:
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_all_ways_are_the_same_attention(name: str) -> None:
     case = case_of(name)
-    ways: list[DecodeWay] = [DynamicDecode(case), PlainDecode(case, STEPS)]
+    ways: list[DecodeWay] = [DynamicDecode(case), *plain_ways(case)]
     ways += [RegionDecode(case, share, STEPS) for share in (0.0, 0.5, 1.0)]
     expected, *others = (last_of(way.step) for way in ways)
     assert expected.abs().max() > 0.1
@@ -201,6 +206,22 @@ def test_turns_alternate_and_forget_the_warm_up() -> None:
     assert [len(kept) for kept in samples] == [3, 3]
 
 
+def test_a_short_step_is_held_to_the_fastest_plain_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = case_of("qwen3").with_layers(1)
+    names = [way.name for way in plain_ways(case)]
+    assert names == list(dict.fromkeys(names))
+    slow = [[9e-5] * 3 for _ in names[2:]]
+    found = [[6e-5, 7e-5, 5e-5], [5e-5] * 3, [1e-5, 4e-5, 3e-5], *slow, [1e-6] * 3]
+    monkeypatch.setattr(decode_steps, "take_turns", lambda *_: found)
+    ours, *others = decode_steps.short(case, rounds=3)
+    assert ours["against"] == names[1]
+    assert ours["extra_us"] == pytest.approx(30.0)  # of 50, 30 and 20
+    assert [row["way"] for row in others] == [*names, "DynamicCache"]
+    assert not any("extra_us" in row for row in others)
+
+
 def test_rates_are_bytes_by_time(ceilings: StepCeilings) -> None:
     case = case_of("qwen3", context=4 * 256)
     (row,) = sweep(case, [0.25], rounds=1, ceilings=ceilings)
@@ -293,7 +314,12 @@ def test_checks_judge_the_fastest_share_and_only_what_they_are_about() -> None:
         decode(0.5, 1.0, size="4 x 8K"),
         decode(0.5, 16.0, kind="model"),
         decode(None, 150.0, kind="model"),
-        {**decode(0.5, 1.0, kind="short", size="16 x 128"), "us_per_layer": 60.0, "extra_us": 39.0},
+        {
+            **decode(0.5, 1.0, kind="short", size="16 x 128"),
+            "us_per_layer": 60.0,
+            "extra_us": 39.0,
+            "against": "torch sdpa",
+        },
         {**decode(None, 1.0, kind="short", size="16 x 128"), "us_per_layer": 21.0},
         {
             **decode(0.6, 1.0, kind="steps"),
@@ -318,6 +344,9 @@ def test_checks_judge_the_fastest_share_and_only_what_they_are_about() -> None:
     }
     ratio = next(c for c in checks(rows) if "cache update and attention" in c.name)
     assert (ratio.value, ratio.target) == (20.0, 15.0)
+    assert "qwen3, 16 x 128, all in the window, against torch sdpa: extra us a layer" in [
+        check.name for check in checks(rows)
+    ]
     assert len(checks(rows)) == 6
     assert checks([row | {"device": "cpu"} for row in rows]) == []
 
@@ -395,7 +424,7 @@ def test_the_plans_are_the_full_one_in_pieces() -> None:
 def test_all_ways_are_the_same_attention_on_cuda() -> None:
     device = torch.device("cuda")
     case = replace(case_of("qwen3"), device=device)
-    ways: list[DecodeWay] = [PlainDecode(case, STEPS), DynamicDecode(case)]
+    ways: list[DecodeWay] = [*plain_ways(case), DynamicDecode(case)]
     ways += [DynamicDecode(case, is_offloaded=True), RegionDecode(case, 0.5, STEPS)]
     parts = RegionDecode(case, 0.5, 3 * STEPS)
     steps = [way.step for way in ways]
