@@ -2,35 +2,36 @@
 
 For each model's shape: GB/s of keys and values for whole rows, random blocks of 64 tokens and
 pieces of about 1 KB, beside a copy inside the GPU and a copy from host to GPU in the same rounds;
-and microseconds of a short step: append, attention to one window, merge with another part.
+and microseconds of a short step: append, attention to one window, merge with another part. All are
+the prepared launches of a decode step, and the GPU's time alone: it begins when all are queued.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import cycle, islice
 from statistics import median
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from benchmarks.attention_shapes import SHAPES, WINDOW_SIZE, KVMemory, Shape, Turns
+from benchmarks.attention_shapes import SHAPES, WINDOW_SIZE, KVMemory, Shape
 from benchmarks.buffer import Buffer, Span
 from benchmarks.ceilings import BusCeiling, filled_buffer, hbm_copy_gbs
 from benchmarks.command import finish, parser, print_table, progress, run
+from benchmarks.gpu_launches import Launches, attention_launches, step_launches
+from benchmarks.gpu_timing import timed
 from benchmarks.results import Check, Row
 from sparsekv.kernels.block_lists import BlockLists
 
 _ROWS, _QUICK_ROWS = 16, 2
 _GPU_BYTES, _HOST_BYTES, _QUICK_BYTES = 4 << 30, 2 << 30, 16 << 20
 _GPU_CALL_BYTES, _HOST_CALL_BYTES = 1 << 30, 256 << 20
-_CALLS = 4
-_STEPS, _QUICK_STEPS = 300, 10
+_CALLS = 16
+_STEPS, _STEP_LAYERS = 64, 32
 _PIECE_BYTES = 1024
 
 # Fractions of the copy beside it: place, shape (None: each), pieces, at least.
@@ -94,40 +95,29 @@ class Way:
         """Keys and values that a call reads."""
         return self.count * self.memory.segment_bytes // (1 if self.block_size is None else 2)
 
-    def prepared(self) -> Callable[[int], object]:
-        """A call of the attention kernel, from some segment on, that allocates nothing."""
-        shape, rows, count = self.memory.shape, self.memory.rows, self.count
-        query = torch.randn(rows, shape.num_heads, 1, shape.head_dim, device="cuda").bfloat16()
-        blocks = None
+    def launches(self) -> Launches:
+        """Attention to one layer after the other; what host memory holds is added to what the GPU
+        has found.
+        """
+        query, blocks = _query(self.memory), None
         if self.block_size is not None:
-            existing = count * WINDOW_SIZE // self.block_size
-            heads = (rows, shape.num_kv_heads)
+            existing = self.count * WINDOW_SIZE // self.block_size
+            heads = (self.memory.rows, self.memory.shape.num_kv_heads)
             chosen = torch.rand(*heads, existing, device="cuda").argsort(-1)[..., : existing // 2]
             blocks = BlockLists(
                 indices=chosen.sort(-1).values.contiguous(),
                 num_blocks=torch.full(heads, existing // 2, device="cuda"),
                 block_size=self.block_size,
             )
-        out = torch.empty(rows, shape.num_heads, 1, shape.head_dim_v, device="cuda")
-        lse = torch.empty(rows, shape.num_heads, 1, device="cuda")
-        room = _ops().workspace_numel(query, *self.memory.segments(0, 1))
-        workspace = torch.empty(max(room, 1), device="cuda")
-        positions = torch.arange(count) * WINDOW_SIZE
+        is_carried = self.place == "host"
+        return attention_launches(
+            self.memory, query, self.count, blocks=blocks, is_carried=is_carried
+        )
 
-        def call(first: int) -> object:
-            return _ops().partial_attention(
-                query,
-                *self.memory.segments(first, count),
-                positions,
-                shape.softmax_scale,
-                query_start=count * WINDOW_SIZE - 1,
-                blocks=blocks,
-                out=out,
-                lse=lse,
-                workspace=workspace,
-            )
 
-        return call
+def _query(memory: KVMemory) -> Tensor:
+    shape = (memory.rows, memory.shape.num_heads, 1, memory.shape.head_dim)
+    return torch.randn(shape, device="cuda").bfloat16()
 
 
 def ways(shape: Shape, place: str, buffer: Buffer, quick: bool) -> list[Way]:
@@ -145,18 +135,19 @@ def measure_rates(
 ) -> list[Row]:
     """One row for each way, and the copies beside them."""
     measured = [w for place, buffer in buffers.items() for w in ways(shape, place, buffer, quick)]
-    calls = [way.prepared() for way in measured]
-    turns = [Turns(way.memory.span.num_bytes) for way in measured]
+    launches = [way.launches() for way in measured]
+    for each in launches:
+        timed(each)  # loads the kernels
     samples: list[list[float]] = [[] for _ in measured]
+    issues: list[list[float]] = [[] for _ in measured]
     ceilings: dict[str, list[float]] = {"gpu": [], "host": []}
-    for i in range(1 + rounds):
-        copies = {"gpu": hbm_copy_gbs(), "host": bus.h2d()}
-        for way, call, turn, kept in zip(measured, calls, turns, samples, strict=True):
-            gbs = _gbs(way, call, turn)
-            if i:  # the first round compiles
-                kept.append(gbs)
-        for place, kept in ceilings.items():
-            kept.append(copies[place])
+    for _ in range(rounds):
+        ceilings["gpu"].append(hbm_copy_gbs())
+        ceilings["host"].append(bus.h2d())
+        for way, each, kept, issued in zip(measured, launches, samples, issues, strict=True):
+            seconds, issue_seconds = timed(list(islice(cycle(each), _CALLS)))
+            kept.append(_CALLS * way.call_bytes / seconds / 1e9)
+            issued.append(1e6 * issue_seconds / _CALLS)
     return [
         {
             "kind": "rate",
@@ -170,74 +161,39 @@ def measure_rates(
             "call_bytes": way.call_bytes,
             "rows": way.memory.rows,
             "tokens": way.count * WINDOW_SIZE,
+            "issue_us": median(issued),
             "samples": kept,
         }
-        for way, kept in zip(measured, samples, strict=True)
+        for way, kept, issued in zip(measured, samples, issues, strict=True)
     ]
 
 
-def _gbs(way: Way, call: Callable[[int], object], turns: Turns) -> float:
-    """GB/s over some calls, each over segments that were not read lately."""
-    size = way.memory.segment_bytes
-    firsts = [turns.take(way.count * size, size) // size for _ in range(_CALLS + 1)]
-    call(firsts.pop())
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for segment in firsts:
-        call(segment)
-    last.record()
-    last.synchronize()
-    return _CALLS * way.call_bytes / first.elapsed_time(last) / 1e6
-
-
-def measure_step(shape: Shape, device: Buffer, steps: int, rows: int) -> Row:
-    """Microseconds of a step over one window: to issue it, and until it is done."""
+def measure_step(shape: Shape, device: Buffer, rounds: int, rows: int) -> Row:
+    """Microseconds of a short step: for the host to issue it, and for the GPU to do it."""
     memory = KVMemory(device, shape, rows)
-    key, value = memory.segments(0, 1)
-    query = torch.randn(rows, shape.num_heads, 1, shape.head_dim, device="cuda").bfloat16()
-    stored = torch.empty(query.shape, dtype=torch.float32).pin_memory()
-    out = torch.empty(rows, shape.num_heads, 1, shape.head_dim_v, device="cuda")
-    lse = torch.empty(rows, shape.num_heads, 1, device="cuda")
-    other = (torch.randn(out.shape).pin_memory(), torch.randn(lse.shape).pin_memory())
-    workspace = torch.empty(max(_ops().workspace_numel(query, key, value), 1), device="cuda")
-    new_value = None if shape.shared_kv else value[0, :, :, :1].clone()
-    new_key, window_value = key[0, :, :, :1].clone(), None if shape.shared_kv else value[0]
-    append = _ops().PreparedAppend(
-        new_key, new_value, key[0], window_value, query=query, stored_query=stored
+    query = _query(memory)
+    key, value = (tensor[0, :, :, :1].clone() for tensor in memory.segments(0, 1))
+    found = torch.randn(1, *query.shape[:3], shape.head_dim_v)
+    launches = step_launches(
+        memory,
+        query,
+        (key, None if shape.shared_kv else value),
+        torch.empty(query.shape, dtype=torch.float32).pin_memory(),
+        (found.pin_memory(), found[..., 0].contiguous().pin_memory()),
+        min(_STEP_LAYERS, memory.num_segments),
     )
-    attend = _ops().PreparedAttention(
-        query, key, value, shape.softmax_scale, out=out, lse=lse, workspace=workspace
-    )
-    merge = _ops().PreparedMerge([(out, lse), other], out=out, lse=lse)
-
-    def step() -> None:
-        append(new_key, new_value, 7, query)
-        attend(query, WINDOW_SIZE - 1)
-        merge()
-
-    for _ in range(5):
-        step()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    issued = time.perf_counter() - start
-    torch.cuda.synchronize()
-    done = time.perf_counter() - start
+    steps = list(islice(cycle(launches), _STEPS))
+    timed(steps)  # loads the kernels
+    seconds, issue_seconds = zip(*(timed(steps) for _ in range(rounds)), strict=True)
+    samples = [1e6 * s / _STEPS for s in seconds]
     return {
         "kind": "step",
         "shape": shape.name,
         "rows": rows,
-        "issue_us": issued / steps * 1e6,
-        "step_us": done / steps * 1e6,
+        "issue_us": 1e6 * median(issue_seconds) / _STEPS,
+        "step_us": median(samples),
+        "samples": samples,
     }
-
-
-def _ops() -> ModuleType:
-    """The kernels; imported when something is measured, since results are read without Triton."""
-    from sparsekv.kernels import triton
-
-    return triton
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
@@ -264,11 +220,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     device: Buffer = GpuBuffer(sizes[0])
     rows: list[Row] = []
     shapes = [SHAPES[name] for name in arguments.shapes]
-    steps = partial(
-        measure_step,
-        steps=_QUICK_STEPS if arguments.quick else _STEPS,
-        rows=_QUICK_ROWS if arguments.quick else _ROWS,
-    )
+    num_rows = _QUICK_ROWS if arguments.quick else _ROWS
     with (
         registered(filled_buffer(sizes[1])) as host,
         BusCeiling(4 if arguments.quick else 24) as bus,
@@ -277,7 +229,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         for shape in shapes:
             buffers = {"gpu": device, "host": host}
             rows += measure_rates(shape, buffers, bus, arguments.rounds, arguments.quick)
-            rows.append(steps(shape, device))
+            rows.append(measure_step(shape, device, arguments.rounds, num_rows))
             advance()
     return rows
 
@@ -288,11 +240,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     arguments = made.parse_args(argv)
     rows = measure(arguments)
-    names = ("shape", "place", "pieces", "gbs", "ceiling_gbs", "fraction")
+    names = ("shape", "place", "pieces", "gbs", "ceiling_gbs", "fraction", "issue_us")
     lines = [[row[name] for name in names] for row in rows if row["kind"] == "rate"]
     print_table(
         "attention on the GPU",
-        ("shape", "keys in", "pieces", "GB/s", "copy GB/s", "fraction"),
+        ("shape", "keys in", "pieces", "GB/s", "copy GB/s", "fraction", "us to issue"),
         lines,
     )
     of_step = ("shape", "rows", "issue_us", "step_us")

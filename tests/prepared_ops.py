@@ -34,13 +34,24 @@ class PreparedAttention:
     count = 0
 
     def __init__(
-        self, query, key, value, softmax_scale, *, out, lse, workspace, row_table, is_carried
+        self,
+        query,
+        key,
+        value,
+        softmax_scale,
+        *,
+        out,
+        lse,
+        workspace,
+        row_table,
+        is_carried,
+        blocks=None,
     ):
         PreparedAttention.count += 1
         assert workspace.numel() >= workspace_numel(query, key, value)
         self._query_kind, self._scale = _kind(query), softmax_scale
         self._lse, self._row_table, self._is_carried = lse, row_table, is_carried
-        self._key, self._value = key, value
+        self._key, self._value, self._blocks = key, value, blocks
 
     def attend_to(self, key, value):
         alike = key.stride() == self._key.stride() and key.shape[1:] == self._key.shape[1:]
@@ -53,7 +64,13 @@ class PreparedAttention:
         key, value = (t[:, :, :, :num_tokens] for t in (self._key, self._value))
         before = torch.full((len(key),), query_start - key.shape[3])  # all are seen
         part = reference.partial_attention(
-            query, key, value, before, self._scale, row_table=self._row_table
+            query,
+            key,
+            value,
+            before,
+            self._scale,
+            row_table=self._row_table,
+            blocks=self._blocks,
         )
         parts = [part, (out, self._lse)] if self._is_carried else [part]
         for result, target in zip(reference.merge_partials(parts), (out, self._lse), strict=True):
