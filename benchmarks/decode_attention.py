@@ -157,9 +157,14 @@ def _measure_part(
         "short": lambda: short(case, sizes.short_rounds),
         "steps": lambda: steps(case, share, sizes.num_steps, ceilings),
         "ablations": lambda: ablations(case, share, rounds, ceilings),
-        "model": lambda: model_rows(some, share, rounds, is_quick, ceilings),
+        "model": lambda: model_rows(some, _shares_up_to(share), rounds, is_quick, ceilings),
     }
     return unless_memory_is_short({**case.known, "part": part}, measures[part])
+
+
+def _shares_up_to(share: float) -> list[float]:
+    """The share that is best for attention alone, and smaller ones."""
+    return sorted({round(max(0.0, share - less), 2) for less in (0.0, 0.05, 0.1, 0.15, 0.2)})
 
 
 def _line(row: Row) -> str:

@@ -158,11 +158,11 @@ def _ablations(title: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _model(title: str, rows: Sequence[Row]) -> Iterator[str]:
-    lines = [
-        [row["way"], row["layers"], _ms(row), *_rates(row, _OWN_RATES)]
-        for row in rows
-        if row["kind"] == "model"
-    ]
+    lines = []
+    for row in rows:
+        if row["kind"] == "model":
+            way = f"{row['way']}, share {row['share']:g}" if "share" in row else row["way"]
+            lines.append([way, row["layers"], _ms(row), *_rates(row, _OWN_RATES)])
     if lines:
         columns = [f"{title}, whole model", "layers", "ms a layer", *_OWN_RATES.values()]
         yield markdown(columns, lines)

@@ -1,13 +1,16 @@
 """One token through a whole model of Qwen3-30B-A3B's sizes and random weights.
 
 Three models share the weights: one keeps transformers' DynamicCache, one keeps it offloaded, and
-one is patched. Embeddings and the last layer's logits are part of a step.
+one is patched, and decodes at several shares: beside experts, whose time the GPU's transfer may use
+and the CPU may not, a smaller share is best than beside attention alone. Embeddings and the last
+layer's logits are part of a step.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,40 +43,41 @@ _QUICK: dict[str, Any] = {
 
 
 def model_rows(
-    case: Case, cpu_share: float, rounds: int, is_quick: bool, ceilings: StepCeilings
+    case: Case, shares: Sequence[float], rounds: int, is_quick: bool, ceilings: StepCeilings
 ) -> Iterator[Row]:
-    """A row for each cache, the models and the ceilings in turn.
+    """A row for each cache, and for each share of the patched model; all in turn, and the ceilings.
 
     Args:
         case: of the shape `qwen3`; its keys and values stand for a prompt that was read.
-        cpu_share: of the patched model.
+        shares: of the patched model, whose tokens are placed at the least; the CPU borrows the
+            rest.
         rounds: steps of each.
         is_quick: a small model.
         ceilings: measured in the same rounds.
     """
     model = random_model(case, is_quick)
     twin = with_same_weights(model)
-    config = sparsekv.CacheConfig(cpu_share=cpu_share)
+    config = sparsekv.CacheConfig(cpu_share=min(shares))
     found: list[Row] = []
     with sparsekv.patch(twin, config) as patched, torch.no_grad():
-        caches = {DYNAMIC: (model, DynamicCache(config=model.config))}
+        caches = {DYNAMIC: DynamicCache(config=model.config)}
         if case.device.type == "cuda":
-            caches[OFFLOADED] = (model, DynamicCache(config=model.config, offloading=True))
-        caches[SPARSEKV] = (twin, patched.new_cache())
-        # As generate does before it reads a prompt.
-        caches[SPARSEKV][1].reserve(case.context + WARM_UP + rounds, case.context)
-        steps: list[Callable[[], object]] = [_Decoder(*pair, case).step for pair in caches.values()]
-        steps.append(lambda: found.append(ceilings.measure()))
+            caches[OFFLOADED] = DynamicCache(config=model.config, offloading=True)
+        num_steps = (WARM_UP + rounds + 1) * len(shares)
+        ours = _SharedDecoder(twin, patched.new_cache(), case, num_steps)
+        steps: list[Callable[[], object]] = [
+            *(_Decoder(model, cache, case).step for cache in caches.values()),
+            *(partial(ours.step, share) for share in shares),
+            lambda: found.append(ceilings.measure()),
+        ]
         samples = take_turns(steps, case.device, rounds, WARM_UP)
-        placed = placed_bytes(patched.stats())
+        read = [ours.bytes_read(share) for share in shares]
+    known = {**case.known, "kind": "model", "experts": _experts(model)}
     for name, seconds in zip(caches, samples, strict=False):
-        row = {**case.known, "kind": "model", "way": name, "experts": _experts(model)}
-        if name == SPARSEKV:
-            row["share"] = cpu_share
-            row |= region_rates(case, seconds, placed, found[WARM_UP:])
-        else:
-            row |= step_rates(case, seconds, case.kv_bytes, found[WARM_UP:])
-        yield row
+        yield known | {"way": name} | step_rates(case, seconds, case.kv_bytes, found[WARM_UP:])
+    for share, placed, seconds in zip(shares, read, samples[len(caches) :], strict=False):
+        rates = region_rates(case, seconds, placed, found[WARM_UP:])
+        yield known | {"way": SPARSEKV, "share": share} | rates
 
 
 def _experts(model: PreTrainedModel) -> str:
@@ -96,6 +100,33 @@ class _Decoder:
         logits: Tensor = self._model(self._ids, use_cache=True, **{CACHE_KW: self._cache}).logits
         self._ids = logits[:, -1:].argmax(-1)
         return logits
+
+
+class _SharedDecoder:
+    """A patched model and its cache, for steps of several shares.
+
+    Args:
+        num_steps: steps there will be.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Any, case: Case, num_steps: int) -> None:
+        # As generate does before it reads a prompt.
+        cache.reserve(case.context + num_steps, case.context)
+        self._decoder = _Decoder(model, cache, case)
+        self._cache, self._regions = cache, cache.store.cache
+
+    def step(self, share: float) -> Tensor:
+        """As `_Decoder` has it, at a share that is not below the one at which tokens are placed."""
+        self._regions.step_share = share
+        return self._decoder.step()
+
+    def bytes_read(self, share: float) -> dict[str, int]:
+        """Bytes that each engine reads in a step of such a share, by region; takes a step."""
+        before = self._cache.stats()
+        self.step(share)
+        stats = self._cache.stats()
+        borrowed, placed = stats.borrowed_bytes - before.borrowed_bytes, placed_bytes(stats)
+        return {"unpinned": placed["unpinned"] + borrowed, "pinned": placed["pinned"] - borrowed}
 
 
 def random_model(case: Case, is_quick: bool) -> PreTrainedModel:
