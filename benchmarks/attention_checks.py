@@ -12,8 +12,8 @@ ISAS = ("amx", "avx512", "avx2", "portable")
 RANDOM_BLOCKS = "random blocks"
 """The best of them over blocks of 64 tokens in random order, as a sparse selection reads."""
 
-_ROUNDING = ("mla", "v4")
-"""Shapes of at least 16 query heads, whose weights of values AMX rounds to bfloat16."""
+_ROUNDING = ("qwen3", "mla", "v4")
+"""Shapes that AMX computes, in whose kernels the weights of values are rounded to bfloat16."""
 
 # Fractions of the read ceiling: shape, instruction set (None: the best of all), at least.
 _SIXTEEN_THREADS = (

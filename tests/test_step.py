@@ -49,7 +49,7 @@ def assert_attends(twin, num_queries, group_size=2, **masks):
         assert found.dtype == expected.dtype
         tolerance = TOLERANCE[kv.dtype]
         is_rounded = kv.dtype == torch.bfloat16 or (kv.dtype == torch.float16 and query.is_cuda)
-        if is_rounded and num_queries * group_size >= 16:
+        if is_rounded and num_queries * group_size >= 5:
             # Matrix units round the weights of so many rows, as plain torch does.
             usual = plain(twin, layer_idx, query, 0.3)
             tolerance = max(tolerance, 2 * (usual - expected).abs().max().item())

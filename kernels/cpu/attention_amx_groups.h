@@ -1,6 +1,6 @@
 // Partial attention of one task in matrix registers, for keys and values of bf16 and fewer query
-// rows than a matrix has: what the query heads of a kv head make in most models. Results are as
-// exact as those of vectors.
+// rows than a matrix has: what the query heads of a kv head make in most models. Weights are
+// rounded to bf16, as for more rows.
 //
 // Included after attention_amx.h, into the same namespace. A tile of keys is multiplied with all
 // query rows and its weights found (running softmax), while its values are fetched; these are added
@@ -13,17 +13,21 @@
 // wasted, and 32 numbers of their sums are one matrix, so that those of 128 numbers stay in four
 // registers from the first tile to the last.
 //
-// A weight is the sum of two bf16 numbers, the rounded weight and what that leaves, within 2^-17 of
-// it. What it leaves may be zero like the weights' other halves, and zero times an infinite value
-// is NaN, as an infinite key times a part of the query may be: a task with any result that is not
-// finite is left to the kernel for vectors.
+// Zero times an infinite value is NaN, as an infinite key times a part of the query may be: a task
+// with any result that is not finite is left to the kernel for vectors.
 //
-// For 64 keys of 128 numbers, with values 32 KB: 16 products of keys and 32 of values, 16 cycles
-// each, 48 loads of matrices and 4 stores, and some 1500 operations of vectors, for weights. What
-// counts more is how little is stored: a core that waits for 10 GB/s of DRAM has all its places for
-// missing lines taken, and each store to a line that left the first-level cache waits for one.
-// Values packed on the way to the second factor, and sums kept in memory, fit beside keys and
-// values no more: the same work took 1.3 times as long as its reading alone, where this takes 1.1.
+// For 64 keys of 128 numbers, with values 32 KB: 16 products of keys and 16 of values, 16 cycles
+// each, 44 loads of matrices and 4 stores, and some 1200 operations of vectors, for weights. What
+// counts more is how little is stored, and how evenly lines are asked for. A core that waits for
+// 10 GB/s of DRAM has its places for missing lines taken all the time, and each store to a line
+// that left the first-level cache waits for one; values packed on the way to the second factor, and
+// sums kept in memory, fit beside keys and values no more. And what is not asked for during one
+// product is asked for in vain during the next, when all places are taken.
+//
+// One thread beside busy neighbours, of 12.6 GB/s that it could read: 9.1 with values packed and
+// sums in memory, 9.9 without, 10.7 with lines asked for between all loads and products, and 11.5
+// with weights in one part; a second part for what rounding leaves of them makes results as exact
+// as those of vectors, for as many products more.
 
 namespace sparsekv {
 namespace SPARSEKV_VECTORS {
@@ -72,26 +76,38 @@ class GroupSums {
     if (stays_) load(sums_);
   }
 
-  // weights: [group][part], each 16 rows by 16 words. `meanwhile` is called between the products.
+  // weights: [group], each 16 rows by 16 words. `meanwhile` is called between loads and products.
   template <class Meanwhile>
   SPARSEKV_MEMBER void add(int block, const Rows* values, int groups, const char* weights,
                            const Meanwhile& meanwhile) {
     for (int s = 0; s < slabs_; s++) {
-      const int left = padded_dim_v_ - s * kSlab;
+      const int matrices = smaller(4, (padded_dim_v_ - s * kSlab) / kNumbers);
       if (!stays_) load(slab(block, s));
       for (int g = 0; g < groups; g++) {
-        load_matrix<4>(weights + 2 * g * kMatrixBytes, 64);
-        load_matrix<7>(weights + (2 * g + 1) * kMatrixBytes, 64);
         const char* from = values[g].start + s * kSlab * 2;
         const int64_t stride = values[g].stride;
-        add_numbers<0, 5>(from, stride, meanwhile);
-        if (left > kNumbers) add_numbers<1, 6>(from + 64, stride, meanwhile);
-        if (left > 2 * kNumbers) add_numbers<2, 5>(from + 2 * 64, stride, meanwhile);
-        if (left > 3 * kNumbers) add_numbers<3, 6>(from + 3 * 64, stride, meanwhile);
+        load_matrix<4>(weights + g * kMatrixBytes, 64);
+        load_matrix<5>(from, stride);
+        meanwhile();
+        if (matrices > 1) load_matrix<6>(from + 64, stride);
+        meanwhile();
+        if (matrices > 2) load_matrix<7>(from + 2 * 64, stride);
+        meanwhile();
+        multiply_matrices<0, 4, 5>();
+        meanwhile();
+        if (matrices > 3) load_matrix<5>(from + 3 * 64, stride);
+        meanwhile();
+        if (matrices > 1) multiply_matrices<1, 4, 6>();
+        meanwhile();
+        if (matrices > 2) multiply_matrices<2, 4, 7>();
+        meanwhile();
+        if (matrices > 3) multiply_matrices<3, 4, 5>();
+        meanwhile();
       }
       if (!stays_) store(slab(block, s));
     }
   }
+  int steps(int groups) const { return slabs_ * groups * 8; }  // in which `meanwhile` is called
 
   // So that rows can be read.
   void finish() {
@@ -103,17 +119,6 @@ class GroupSums {
   }
 
  private:
-  template <int kSums, int kValues, class Meanwhile>
-  SPARSEKV_MEMBER static void add_numbers(const char* from, int64_t stride,
-                                          const Meanwhile& meanwhile) {
-    load_matrix<kValues>(from, stride);
-    meanwhile();
-    multiply_matrices<kSums, 4, kValues>();
-    meanwhile();
-    multiply_matrices<kSums, 7, kValues>();
-    meanwhile();
-  }
-
   static void load(const float* from) {
     load_matrix<0>(from, 64);
     load_matrix<1>(from + kMatrixFloats, 64);
@@ -150,19 +155,19 @@ class GroupAttention {
         sums_(blocks_, padded_dim_v_, scratch_) {
     query_ = scratch_.take(int64_t(blocks_) * kMostParts * query_bytes());
     scores_ = scratch_.take_floats(kTile * kGroup);
-    weights_ = scratch_.take(kGroups * 2 * kMatrixBytes);
+    weights_ = scratch_.take(kGroups * kMatrixBytes);
     copied_keys_ = scratch_.take(kTile * padded_dim_ * 2);
     copied_values_ = scratch_.take(kTile * padded_dim_v_ * 2);
     for (Softmax& softmax : softmax_) {
       softmax.tops = broadcast(-__builtin_inff());
-      softmax.totals = broadcast(0.0f);
+      softmax.totals = softmax.rounded_totals = broadcast(0.0f);
     }
   }
 
   // Whether all results are finite, and so are right.
   bool run() {
-    Fetcher fetcher(task_, 2, 3 * kGroups * padded_dim_v_ / kNumbers,
-                    2 * kGroups * padded_dim_ / kNumbers + kTile / 8 + kTile / 2);
+    Fetcher fetcher(task_, 2, sums_.steps(kGroups),
+                    2 * kGroups * padded_dim_ / kNumbers + kTile / 8 + kTile);
     Tiles tiles(task_);
     Tile ring[2];
     bool more = tiles.next(ring[0]);
@@ -199,9 +204,10 @@ class GroupAttention {
   static constexpr int kGroups = kTile / kGroup;
   static constexpr int kMostBlocks = 2;
 
-  // Of the rows of a block, each in two lanes; a total in two parts.
+  // Of the rows of a block, each in two lanes; totals in two parts. Sums are of rounded weights, and
+  // divided by the total of those.
   struct Softmax {
-    Vector tops, totals, decays;
+    Vector tops, totals, rounded_totals, decays;
   };
 
   int64_t query_bytes() const { return int64_t(kGroup) * padded_dim_ * 2; }  // of a block's part
@@ -329,36 +335,37 @@ class GroupAttention {
     return maximum(top, join_upper_lower(top, top));
   }
 
-  // weights_: [group][part], each 16 rows by 16 words, of a token each.
+  // weights_: [group], each 16 rows by 16 words, of a token each.
   void weigh(Softmax& softmax, Fetcher& fetcher) {
     const Vector before = softmax.tops;
     softmax.tops = largest_scores(before, fetcher);
     // Finite, so that there is no difference of two infinities where nothing was seen.
     const Vector base = maximum(softmax.tops, broadcast(-__FLT_MAX__));
     softmax.decays = weights_of(before, base);
-    Vector sum = times(softmax.totals, softmax.decays);
+    Vector total = times(softmax.totals, softmax.decays);
+    Vector rounded_total = times(softmax.rounded_totals, softmax.decays);
     char* to = weights_;
-    for (int group = 0; group < kGroups; group++, to += 2 * kMatrixBytes) {
+    for (int group = 0; group < kGroups; group++, to += kMatrixBytes) {
       Words weights[kRows];
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; i++) {
-        const Vector both = weights_of(scores_of_both(group, i), base);
-        sum = plus(sum, both);
-        weights[i] = as_words(both);
+        const Vector exact = weights_of(scores_of_both(group, i), base);
+        const Vector rounded = round_to_bf16(exact);
+        total = plus(total, exact);
+        rounded_total = plus(rounded_total, rounded);
+        weights[i] = as_words(rounded);
         fetcher.step();
       }
       transpose_halves(weights);  // now of row i, for all tokens of the group
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; i++) {
-        const Vector weight = as_floats(weights[i]), rounded = round_to_bf16(weight);
-        const Vector rest = round_to_bf16(minus(weight, rounded));
-        store_words(to + 64 * i, upper_halves(as_words(rounded)));
-        store_words(to + 64 * (kRows + i), as_words(rounded));
-        store_words(to + kMatrixBytes + 64 * i, upper_halves(as_words(rest)));
-        store_words(to + kMatrixBytes + 64 * (kRows + i), as_words(rest));
+        store_words(to + 64 * i, upper_halves(weights[i]));
+        store_words(to + 64 * (kRows + i), weights[i]);
+        fetcher.step();
       }
     }
-    softmax.totals = sum;
+    softmax.totals = total;
+    softmax.rounded_totals = rounded_total;
   }
 
   // A block's sums, decayed, plus weights times values.
@@ -372,21 +379,30 @@ class GroupAttention {
     Vector wrong = broadcast(0.0f);
     for (int row = 0; row < rows_; row++) {
       float* out = task_.partial + row * partial_row_floats(task_.head_dim_v);
+      const Softmax& softmax = softmax_[row / kRows];
+      const float total = of_row(softmax.totals, row);
+      const float rounded = of_row(softmax.rounded_totals, row);
+      const Vector factor = broadcast(rounded > 0.0f ? total / rounded : 1.0f);
       for (int d = 0; d < task_.head_dim_v; d += kNumbers) {
         const float* sums = sums_.of(row, d);
-        const Vector even = load(sums), odd = load(sums + kMatrixFloats / 2);
+        const Vector even = times(load(sums), factor);
+        const Vector odd = times(load(sums + kMatrixFloats / 2), factor);
         wrong = plus(wrong, plus(minus(even, even), minus(odd, odd)));
         store_pairs(out + d, smaller(kNumbers, task_.head_dim_v - d), even, odd);
       }
-      float totals[kGroup], tops[kGroup];
-      store(totals, softmax_[row / kRows].totals);
-      store(tops, softmax_[row / kRows].tops);
-      const float total = totals[row % kRows] + totals[row % kRows + kRows];
+      float tops[kGroup];
+      store(tops, softmax.tops);
       out[task_.head_dim_v] = total;
       out[task_.head_dim_v + 1] = tops[row % kRows];
       wrong = plus(wrong, broadcast(total - total));
     }
     return !any_is_nan(wrong);
+  }
+
+  static float of_row(Vector totals, int row) {
+    float parts[kGroup];
+    store(parts, totals);
+    return parts[row % kRows] + parts[row % kRows + kRows];
   }
 
   const Task& task_;

@@ -58,10 +58,10 @@ def partial_attention(
     """Attention of `query` to one set of keys; defined by the reference op of the same name.
 
     Keys and values are float32, bfloat16 or float16 and are read once for up to 8 query tokens,
-    whatever their strides; sums are in float32. In the instruction set "amx", calls of
-    bfloat16 with at least 16 query rows for each kv head (num_queries * num_heads / num_kv_heads)
-    round the weights of values to bfloat16: results within about 2e-3 of exact ones, the lse as
-    precise as ever. Runs on the library's own threads, with the GIL
+    whatever their strides; sums are in float32. In the instruction set "amx", calls of bfloat16
+    with at least 5 query rows for each kv head (num_queries * num_heads / num_kv_heads) round the
+    weights of values to bfloat16, as FlashAttention does (arXiv:2205.14135): results within about
+    2e-3 of exact ones, the lse as precise as ever. Runs on the library's own threads, with the GIL
     released; the result does not depend on how many there are. No gradients. Calls with a `mask`
     or in float64, and all calls where there is no library, are computed by torch's ops.
 

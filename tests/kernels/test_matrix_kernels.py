@@ -127,12 +127,10 @@ def error_of_weights(op: NativeOp, **shape: Any) -> float:
 
 @on_matrices
 def test_the_kernel_that_is_named_is_the_one_that_runs(op: NativeOp) -> None:
-    """How many bits of a weight count shows: 8, or 16 for fewer rows, or all that a float has."""
-    assert 2**-10 < error_of_weights(op) < 2**-8
-    assert 2**-10 < error_of_weights(op, group_size=8, num_queries=2) < 2**-8
-    for group_size, num_queries in ((5, 1), (8, 1), (5, 3)):
+    """How many bits of a weight count shows: 8 in matrices, or all that a float has."""
+    for group_size, num_queries in ((5, 1), (8, 1), (5, 3), (8, 2), (16, 1)):
         error = error_of_weights(op, group_size=group_size, num_queries=num_queries)
-        assert 2**-19 < error < 2**-16.5
+        assert 2**-10 < error < 2**-8
     assert error_of_weights(op, group_size=4) < 2**-20
 
 

@@ -178,10 +178,12 @@ def test_large_scores(op: NativeOp, dtype: torch.dtype, large: float) -> None:
     want = reference.partial_attention(**(case | exact))
     usual = torch_ops.partial_attention(**(case | single))
     assert want[1].max() > 1e3
-    for got, true, plain in zip((out, lse), want, usual, strict=True):
+    is_rounded = op.kernel_for(case["query"], case["key"]).startswith("amx")
+    slacks = (op.tolerance(case["query"], case["key"]) if is_rounded else 1e-6, 1e-6)
+    for got, true, plain, slack in zip((out, lse), want, usual, slacks, strict=True):
         assert got.isfinite().all()
         error, usual_error = (got - true).abs().max(), (plain - true).abs().max()
-        assert error <= 2 * usual_error + 1e-6 * true.abs().max()
+        assert error <= 2 * usual_error + slack * true.abs().max()
 
 
 # Long sums, with whole vectors of query rows: not in matrices, which have tests of their own.
