@@ -230,5 +230,8 @@ def test_a_gpu_and_the_cpu_together_give_what_one_gives(
     want_out, want_lse = dense(query, key, value, key_mask=key_mask)
     assert out.is_cuda
     assert lse.is_cuda
-    torch.testing.assert_close(out.cpu(), want_out, rtol=1e-4, atol=1e-4)
+    # A CPU's matrix unit rounds the weights of so many rows of bfloat16.
+    is_rounded = dtype == torch.bfloat16 and num_queries > 1
+    tolerance = 3e-3 * want_out.abs().max().item() if is_rounded else 1e-4
+    torch.testing.assert_close(out.cpu(), want_out, rtol=1e-4, atol=tolerance)
     torch.testing.assert_close(lse.cpu(), want_lse, rtol=1e-4, atol=1e-4)
