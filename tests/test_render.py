@@ -116,7 +116,7 @@ def test_documents_are_as_they_are_rendered(path: Path) -> None:
         ("decode_attention", "| share 0.6 | 30.00 | 31.00 | 30.50 |\n"),
         ("decode_attention", "| share 0.7 | 30.00 | 31.00 | 30.50 | 25.00 | 26.50 | 1.06 |\n"),
         ("decode_attention", "| pageable source | 0.6 | 20.00 | 50.0 | 30.0 | 20.0 | 0.50 |"),
-        ("decode_attention", "| sparsekv | 4 | 16.40 | 50.0 | 30.0 | 20.0 |"),
+        ("decode_attention", "| sparsekv, share 0.6 | 4 | 16.40 | 50.0 | 30.0 | 20.0 |"),
         ("decode_attention", "Left out: qwen3, 16 x 32K, model: too little memory"),
         (
             "decode_attention in short",
