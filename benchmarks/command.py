@@ -25,18 +25,27 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script, which SIGTERM (that of `timeout`, say) ends as Ctrl-C does, with status 143.
+    """Run a script, which SIGTERM ends as Ctrl-C does, with status 143.
 
-    What it does at the end of a run that is cut short, such as to write what was measured, it does.
+    What it does at the end of a run that is cut short, such as to write what was measured, it does:
+    a second signal of the kind does not cut that off. `timeout` sends two, to the process and to
+    its group.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    # Where it is ignored already, as in a shell's background, it stays so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     main()
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    # `timeout` tells the process and then its group: the second is not to cut off the writing.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(EXIT_TERMINATED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def parser(description: str | None, rounds: int, *, scales: bool = True) -> argparse.ArgumentParser:

@@ -393,8 +393,8 @@ def test_what_fails_costs_nothing_but_itself(
 
 @pytest.mark.parametrize(
     ("signals", "status"),
-    # SIGTERM as `timeout` sends it: to the process, then to its group.
-    [([signal.SIGINT], -signal.SIGINT), ([signal.SIGTERM, signal.SIGTERM], 143)],
+    # As `timeout` sends them: to the process, then to its group.
+    [([signal.SIGINT, signal.SIGINT], -signal.SIGINT), ([signal.SIGTERM, signal.SIGTERM], 143)],
     ids=["Ctrl-C", "SIGTERM"],
 )
 def test_a_run_that_is_cut_short_keeps_what_it_measured(
