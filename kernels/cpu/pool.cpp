@@ -167,16 +167,21 @@ void Pool::State::sleep(const Crew& mine, Bed& bed) {
   bed.sleep();
 }
 
-// So many of those that sleep, if there are as many. Others are awake, and look for work before
-// they sleep.
+// So many of those that sleep now, the first to have gone to sleep first: not of those that found
+// nothing to do meanwhile and sleep again, who could go on like that for ever.
 void Pool::State::wake(size_t most) {
-  for (; most > 0; most--) {
+  size_t left = 0;
+  {
+    std::lock_guard<ShortLock> held(lock);
+    left = std::min(most, sleeping.size());
+  }
+  for (; left > 0; left--) {
     Bed* bed = nullptr;
     {
       std::lock_guard<ShortLock> held(lock);
       if (sleeping.empty()) return;
-      bed = sleeping.back();
-      sleeping.pop_back();
+      bed = sleeping.front();
+      sleeping.erase(sleeping.begin());
     }
     bed->wake();
   }

@@ -596,3 +596,21 @@ def test_a_job_that_ctrl_c_takes_from_python_is_ended(monkeypatch: pytest.Monkey
         words.submit(0)
     assert words.status(0).value == JobStatus.CANCELLED
     assert len(_in_use) == before
+
+
+REPLACED = """
+from sparsekv.kernels import cpu
+from sparsekv.kernels.cpu import library
+
+cpu.backend()
+for _ in range(50):
+    for num_threads in (24, 16, 48, 15):
+        library.set_num_threads(num_threads)
+        assert cpu.backend().num_threads == num_threads
+"""
+
+
+def test_many_idle_threads_can_be_replaced() -> None:
+    """Each is woken, finds nothing to do and sleeps again, faster than all are woken."""
+    done = run_python(REPLACED)
+    assert done.returncode == 0, done.stderr

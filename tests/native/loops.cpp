@@ -42,9 +42,19 @@ void threads_may_be_replaced_meanwhile() {
   caller.join();
 }
 
+// They find nothing to do as they are woken, and sleep again at once.
+void many_idle_threads_may_be_replaced() {
+  Pool pool(24);
+  for (const int threads : {16, 48, 15, 16}) {
+    pool.resize(threads);
+    CHECK(pool.size() == threads);
+  }
+}
+
 }  // namespace
 
 void test_loops() {
   for (const int threads : {1, 2, 4}) each_item_runs_once(threads);
   threads_may_be_replaced_meanwhile();
+  for (int i = 0; i < 20; i++) many_idle_threads_may_be_replaced();
 }
