@@ -57,6 +57,7 @@ import runpy, signal, sys
 from benchmarks import decode_checks, decode_sweep
 
 first, *others = map(int, sys.argv.pop(1).split())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 
 def sweep(case, *arguments):
     yield {**case.known, "kind": "decode", "way": "sparsekv", "share": 0.5, "ms_per_layer": 1.0}
