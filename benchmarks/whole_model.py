@@ -1,9 +1,9 @@
 """One token through a whole model of Qwen3-30B-A3B's sizes and random weights.
 
 Three models share the weights: one keeps transformers' DynamicCache, one keeps it offloaded, and
-one is patched, and decodes at several shares: beside experts, whose time the GPU's transfer may use
-and the CPU may not, a smaller share is best than beside attention alone. Embeddings and the last
-layer's logits are part of a step.
+one is patched, and decodes at several shares: what is best for attention alone need not be best
+beside experts, during which the CPU has nothing to do. Embeddings and the last layer's logits are
+part of a step.
 """
 
 from __future__ import annotations

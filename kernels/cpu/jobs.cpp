@@ -175,7 +175,7 @@ void Jobs::take_from_waiting(Waiting::iterator at) {
 // Under the mutex: who sees the flag and then asks for the job finds it ended; who was told that it
 // ended finds the words written, and may unmap them. Release: who acquires the flag sees the status
 // and the results; stores of x86 reach readers across PCIe in this order too. Results that other
-// threads of the pool wrote came to this one through the pool's mutex; an operation that stores
+// threads of the pool wrote came to this one through the pool's lock; an operation that stores
 // past the cache fences in the thread that does so.
 void Jobs::end(Job& job, JobStatus status, int32_t error) {
   job.status = status;

@@ -60,9 +60,8 @@ class Jobs {
   // One thread at a time polls: begin_polling() is false for others, and where nothing waits.
   bool begin_polling();
   void end_polling();
-  // Jobs wait and nobody polls. A thread that may go to sleep reads it in the predicate of its
-  // condition variable, and each change to true is followed by a notification, after the mutex of
-  // that variable was held: no change is missed.
+  // Jobs wait and nobody polls. A thread that may go to sleep reads it under the lock of those that
+  // sleep, and whoever changes it to true wakes one of these afterwards: no change is missed.
   bool wants_thread() const { return wants_thread_.load(); }
 
  private:
