@@ -99,25 +99,16 @@ class Attention {
     const bool together = are_values_in_keys(task_);
     Fetcher fetcher(task_, Number::kBytes, value_steps() + (together ? key_steps() : 0),
                     key_steps());
-    fetcher.start_keys(*tile);
-    fetcher.finish();
+    fetcher.follow_keys(*tile);
+    fetcher.follow_values(*tile);
     while (more) {
       more = tiles.next(*next);
-      if (together) {
-        fetcher.start_keys(*next);
-      } else {
-        fetcher.start_values(*tile);
-        fetcher.announce_keys(*next);
-      }
+      fetcher.follow_keys(*next);
+      if (together) fetcher.follow_values(*next);
       score(*tile, fetcher);
       weigh(*tile);
-      if (!together) {
-        fetcher.finish();
-        fetcher.start_keys(*next);
-        fetcher.announce_values(*next);
-      }
+      if (!together) fetcher.follow_values(*next);
       add(*tile, fetcher);
-      fetcher.finish();
       Tile* done = tile;
       tile = next;
       next = done;

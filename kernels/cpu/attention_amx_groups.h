@@ -171,28 +171,22 @@ class GroupAttention {
     Tiles tiles(task_);
     Tile ring[2];
     bool more = tiles.next(ring[0]);
-    fetcher.start_keys(ring[0]);
-    fetcher.finish();
+    fetcher.follow_keys(ring[0]);
+    fetcher.follow_values(ring[0]);
     while (lay_out_query(parts_++)) {
     }
     configure_matrices();
     sums_.clear();
     for (int now = 0; more; now = !now) {
-      fetcher.start_values(ring[now]);
       more = tiles.next(ring[!now]);
-      fetcher.announce_keys(ring[!now]);
+      fetcher.follow_keys(ring[!now]);
       gather(ring[now]);
       for (int block = 0; block < blocks_; block++) {
         score(block, ring[now], fetcher);
         weigh(softmax_[block], fetcher);
-        if (block + 1 == blocks_) {
-          fetcher.finish();
-          fetcher.start_keys(ring[!now]);
-          fetcher.announce_values(ring[!now]);
-            }
+        if (block + 1 == blocks_) fetcher.follow_values(ring[!now]);
         add(block, fetcher);
       }
-      fetcher.finish();
     }
     sums_.finish();
     release_matrices();
