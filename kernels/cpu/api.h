@@ -82,9 +82,9 @@ SPARSEKV_EXPORT const char* sparsekv_fingerprint(void);
 // tests, which no processor has to have.
 SPARSEKV_EXPORT const char* sparsekv_isa(void);
 
-// Name of the kernel that computes a call of these shapes in the set in use: that of the set, but for
-// "amx" and "amx_emulated" only with bfloat16 and num_queries times num_heads / num_kv_heads of at
-// least 5; else "avx512", and "portable".
+// Name of the kernel that computes a call of these shapes in the set in use: that of the set, but
+// for "amx" and "amx_emulated" only with bfloat16 and num_queries times num_heads / num_kv_heads of
+// at least 4; else "avx512", and "portable".
 SPARSEKV_EXPORT const char* sparsekv_kernel(int64_t num_heads, int64_t num_kv_heads,
                                             int64_t num_queries, int32_t dtype);
 

@@ -97,6 +97,8 @@ SPARSEKV_INLINE Vector round_to_bf16(Vector x) {
   const Words bits = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
   return as_floats(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
 }
+// Lanes 0 ... 3 and 8 ... 11 of a, the others of b.
+SPARSEKV_INLINE Vector join_fours(Vector a, Vector b) { return _mm512_mask_mov_ps(a, 0xf0f0, b); }
 // Lanes 0 ... 7 of a and 8 ... 15 of b; 0 ... 7 of both; 8 ... 15 of both; 8 ... 15 and 0 ... 7.
 SPARSEKV_INLINE Vector join_halves(Vector a, Vector b) {
   return _mm512_mask_mov_ps(a, 0xff00, b);

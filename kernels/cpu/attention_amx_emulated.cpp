@@ -133,6 +133,9 @@ SPARSEKV_INLINE Words round_to_pairs(Vector a, Vector b) {
 SPARSEKV_INLINE Vector round_to_bf16(Vector x) {
   return each([&](int i) { return float_of((bits_of(x.lane[i]) + 0x8000u) & 0xffff0000u); });
 }
+SPARSEKV_INLINE Vector join_fours(Vector a, Vector b) {
+  return each([&](int i) { return i % 8 < 4 ? a.lane[i] : b.lane[i]; });
+}
 SPARSEKV_INLINE Vector join_halves(Vector a, Vector b) {
   return each([&](int i) { return i < 8 ? a.lane[i] : b.lane[i]; });
 }

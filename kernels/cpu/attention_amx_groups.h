@@ -1,6 +1,5 @@
 // Partial attention of one task in matrix registers, for keys and values of bf16 and fewer query
-// rows than a matrix has: what the query heads of a kv head make in most models. Weights are
-// rounded to bf16, as for more rows.
+// rows than a matrix has: what the query heads of a kv head make in most models.
 //
 // Included after attention_amx.h, into the same namespace. A tile of keys is multiplied with all
 // query rows and its weights found (running softmax), while its values are fetched; these are added
@@ -11,7 +10,9 @@
 // the first factor hold weights where they meet the even numbers of the values, and zeros where
 // they meet the odd ones; the other half the reverse. For 8 query rows nothing of the product is
 // wasted, and 32 numbers of their sums are one matrix, so that those of 128 numbers stay in four
-// registers from the first tile to the last.
+// registers from the first tile to the last. Weights of 5 rows and more are rounded to bf16, as they
+// are where there are 16. Up to 4 rows leave room for what rounding takes off their weights, as
+// rows of their own: results are then as exact as those of vectors, at no cost.
 //
 // Zero times an infinite value is NaN, as an infinite key times a part of the query may be: a task
 // with any result that is not finite is left to the kernel for vectors.
@@ -150,6 +151,7 @@ class GroupAttention {
         blocks_(rounded_up(rows_, kRows) / kRows),
         padded_dim_(rounded_up(task.head_dim, kNumbers)),
         padded_dim_v_(rounded_up(task.head_dim_v, kNumbers)),
+        in_parts_(rows_ <= kRows / 2),
         factor_(weight_exponent(task.scale)),
         scratch_(task),
         sums_(blocks_, padded_dim_v_, scratch_) {
@@ -204,6 +206,12 @@ class GroupAttention {
     Vector tops, totals, rounded_totals, decays;
   };
 
+  // Lanes of scores, and rows of matrices, are of the rows of a block, twice; or of up to 4, four
+  // times: then every other four are of the second part of a weight.
+  int row_of(int block, int lane) const {
+    return block * kRows + lane % (in_parts_ ? kRows / 2 : kRows);
+  }
+
   int64_t query_bytes() const { return int64_t(kGroup) * padded_dim_ * 2; }  // of a block's part
 
   // Part `part` of the query as bf16: [block][part][32 numbers], a matrix being 16 pairs of numbers
@@ -216,7 +224,7 @@ class GroupAttention {
       for (int d = 0; d < padded_dim_; d += kNumbers, matrix += kMatrixBytes) {
         Words words[kGroup];
         for (int i = 0; i < kGroup; i++) {
-          const int row = block * kRows + i % kRows;
+          const int row = row_of(block, i);
           Vector parts[2] = {nothing, nothing};
           for (int half = 0; row < rows_ && half < 2; half++) {
             Vector x = times(load_query(row, d + 16 * half), sign);
@@ -296,8 +304,7 @@ class GroupAttention {
       store(scores_ + slot * kGroup, broadcast(-__builtin_inff()));
     }
     for (int lane = 0; !tile.seen_by_all && lane < kGroup; lane++) {
-      const int row = block * kRows + lane % kRows;
-      const Seen seen = seen_by(task_, tile, row % task_.num_queries);
+      const Seen seen = seen_by(task_, tile, row_of(block, lane) % task_.num_queries);
       for (int slot = 0; slot < tile.count; slot++) {
         if (slot >= seen.first && slot < seen.last) continue;
         scores_[slot * kGroup + lane] = -__builtin_inff();
@@ -308,6 +315,13 @@ class GroupAttention {
   // The difference first: it is exact where it matters, and never above 0.
   Vector weights_of(Vector scores, Vector base) const {
     return power_of_two(times(minus(scores, base), broadcast(factor_)));
+  }
+
+  // What weights are in matrices: rounded, or so in the lanes of the first part, and in those of the
+  // second what rounding took off.
+  Vector rounded_weights(Vector exact) const {
+    const Vector rounded = round_to_bf16(exact);
+    return in_parts_ ? join_fours(rounded, round_to_bf16(minus(exact, rounded))) : rounded;
   }
 
   // Scores of slots i and 8 + i of a group, one in each half; those of a slot lie there twice.
@@ -344,7 +358,7 @@ class GroupAttention {
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; i++) {
         const Vector exact = weights_of(scores_of_both(group, i), base);
-        const Vector rounded = round_to_bf16(exact);
+        const Vector rounded = rounded_weights(exact);
         total = plus(total, exact);
         rounded_total = plus(rounded_total, rounded);
         weights[i] = as_words(rounded);
@@ -375,12 +389,12 @@ class GroupAttention {
       float* out = task_.partial + row * partial_row_floats(task_.head_dim_v);
       const Softmax& softmax = softmax_[row / kRows];
       const float total = of_row(softmax.totals, row);
-      const float rounded = of_row(softmax.rounded_totals, row);
+      float rounded = of_row(softmax.rounded_totals, row);
+      if (in_parts_) rounded += of_row(softmax.rounded_totals, row + kRows / 2);
       const Vector factor = broadcast(rounded > 0.0f ? total / rounded : 1.0f);
       for (int d = 0; d < task_.head_dim_v; d += kNumbers) {
-        const float* sums = sums_.of(row, d);
-        const Vector even = times(load(sums), factor);
-        const Vector odd = times(load(sums + kMatrixFloats / 2), factor);
+        const Vector even = times(sums_of(row, d, 0), factor);
+        const Vector odd = times(sums_of(row, d, kMatrixFloats / 2), factor);
         wrong = plus(wrong, plus(minus(even, even), minus(odd, odd)));
         store_pairs(out + d, smaller(kNumbers, task_.head_dim_v - d), even, odd);
       }
@@ -393,6 +407,12 @@ class GroupAttention {
     return !any_is_nan(wrong);
   }
 
+  // Of every other of 32 numbers from d on.
+  Vector sums_of(int row, int d, int half) const {
+    const Vector sums = load(sums_.of(row, d) + half);
+    return in_parts_ ? plus(sums, load(sums_.of(row + kRows / 2, d) + half)) : sums;
+  }
+
   static float of_row(Vector totals, int row) {
     float parts[kGroup];
     store(parts, totals);
@@ -401,6 +421,7 @@ class GroupAttention {
 
   const Task& task_;
   const int rows_, blocks_, padded_dim_, padded_dim_v_;
+  const bool in_parts_;  // weights
   const float factor_;  // of a score in the exponent of its weight
   Scratch scratch_;
   GroupSums sums_;

@@ -13,7 +13,7 @@ namespace sparsekv {
 namespace {
 
 constexpr int64_t kLeastRowsOfMatrices = 16;
-constexpr int64_t kLeastRowsOfGroups = 5;
+constexpr int64_t kLeastRowsOfGroups = 4;
 
 #if defined(__x86_64__)
 

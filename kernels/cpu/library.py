@@ -123,7 +123,7 @@ def kernel_for(*, num_heads: int, num_kv_heads: int, num_queries: int, dtype: to
     """Name of the kernel that computes such a call in the instruction set in use.
 
     It is that of the set, but for "amx": its matrices take only keys and values of bfloat16 and at
-    least 5 query rows for each kv head (num_queries * num_heads / num_kv_heads), and "avx512"
+    least 4 query rows for each kv head (num_queries * num_heads / num_kv_heads), and "avx512"
     computes all else. "amx_emulated" has "portable" for that.
 
     Raises:

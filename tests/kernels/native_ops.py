@@ -51,8 +51,11 @@ class NativeOp:
             )
 
     def tolerance(self, query: Tensor, key: Tensor) -> float:
-        """Relative error of a head: kernels in matrices round weights to bfloat16."""
-        return 3e-3 if self.kernel_for(query, key).startswith("amx") else 1e-5
+        """Relative error of a head: kernels in matrices round weights to bfloat16, but for up to 4
+        rows.
+        """
+        is_rounded = query.shape[1] // key.shape[2] * query.shape[2] > 4
+        return 3e-3 if is_rounded and self.kernel_for(query, key).startswith("amx") else 1e-5
 
 
 def tolerance_of(op: Any, query: Tensor, key: Tensor) -> float:
