@@ -338,7 +338,7 @@ void attend(const Task& task, Dtype dtype) {
 
 #define SPARSEKV_TEXT_OF(name) #name
 #define SPARSEKV_TEXT(name) SPARSEKV_TEXT_OF(name)
-constexpr Kernel kernel = {SPARSEKV_TEXT(SPARSEKV_VECTORS), attend};
+constexpr Kernel kernel = {SPARSEKV_TEXT(SPARSEKV_VECTORS), attend, 8192};
 
 }  // namespace
 }  // namespace SPARSEKV_VECTORS

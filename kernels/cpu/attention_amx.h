@@ -303,7 +303,7 @@ void attend(const Task& task, Dtype) {
 
 #define SPARSEKV_TEXT_OF(name) #name
 #define SPARSEKV_TEXT(name) SPARSEKV_TEXT_OF(name)
-constexpr Kernel kernel = {SPARSEKV_TEXT(SPARSEKV_VECTORS), attend};
+constexpr Kernel kernel = {SPARSEKV_TEXT(SPARSEKV_VECTORS), attend, 32768};
 
 }  // namespace
 }  // namespace SPARSEKV_VECTORS

@@ -436,7 +436,7 @@ void attend_group(const Task& task, Dtype dtype) {
   if (!GroupAttention(task).run()) vectors().attend(task, dtype);
 }
 
-constexpr Kernel group_kernel = {SPARSEKV_TEXT(SPARSEKV_VECTORS), attend_group};
+constexpr Kernel group_kernel = {SPARSEKV_TEXT(SPARSEKV_VECTORS), attend_group, 8192};
 
 }  // namespace
 }  // namespace SPARSEKV_VECTORS

@@ -88,6 +88,7 @@ inline float weight_exponent(float scale) {
 struct Kernel {
   const char* name;
   void (*attend)(const Task& task, Dtype dtype);
+  int64_t most_keys;  // of a task, so that its sums of single precision are as exact as its weights
 };
 
 // Null on other processors than x86-64, or where the compiler does not know the set.

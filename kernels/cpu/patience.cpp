@@ -44,6 +44,8 @@ void pause_briefly() {
 #endif
 }
 
+void pause_or_yield(int i) { i % 64 == 0 ? std::this_thread::yield() : pause_briefly(); }
+
 void Patience::pause() {
   if (!is_awake_) {
     std::this_thread::sleep_for(kNap);

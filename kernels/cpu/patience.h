@@ -8,6 +8,10 @@ namespace sparsekv {
 // A tenth of a microsecond or two, in which the core's other hyperthread runs on.
 void pause_briefly();
 
+// The i-th pause, from 1, of a wait for another thread of this process, which may have lost its
+// processor: now and then the waiting thread lends its own.
+void pause_or_yield(int i);
+
 // Short pauses, so that a change is seen within a microsecond. Where nothing has come for kAwake,
 // the thread naps instead: what takes that long is not delayed by a nap, and a flag that is never
 // set must not cost a core.

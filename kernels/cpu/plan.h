@@ -16,7 +16,8 @@ namespace sparsekv {
 // number of threads.
 class Plan {
  public:
-  explicit Plan(const sparsekv_partial_attention_call& call) {
+  // most_keys: of a range, unless the partial results would need too much room.
+  Plan(const sparsekv_partial_attention_call& call, int64_t most_keys) {
     group_size = call.num_heads / call.num_kv_heads;
     num_keys = call.num_segments * call.tokens;
     block_size = std::min(call.block_size, std::max<int64_t>(1, num_keys));
@@ -38,26 +39,12 @@ class Plan {
     }
 
     const int64_t products_per_key = rows * (call.head_dim + call.head_dim_v);
-    const int64_t least = std::clamp<int64_t>(kLeastProducts / products_per_key, kTile, kLeastKeys);
-    const int64_t partials_that_fit = kWorkspaceFloats / (rows * row_floats);
-    // A pair's last range may be a short one, hence one more for each.
-    const int64_t fitting =
-        partials_that_fit > pairs ? divided_up(total, partials_that_fit - pairs) : longest;
-
-    int64_t left = total;
-    for (const int64_t length : lengths_) {
-      first_range_.push_back(ranges());
-      int64_t begin = 0;
-      do {
-        const int64_t share = divided_up(passes * left, kTasksAtOnce);
-        const int64_t keys = std::max(std::clamp(share, least, kMostKeys), fitting);
-        const int64_t end = std::min(length, begin + divided_up(keys, kTile) * kTile);
-        begins_.push_back(begin);
-        left -= end - begin;
-        begin = end;
-      } while (begin < length);
+    const int64_t partials_that_fit = std::max(pairs, kWorkspaceFloats / (rows * row_floats));
+    int64_t least = std::clamp<int64_t>(kLeastProducts / products_per_key, kTile, kLeastKeys);
+    for (int64_t most = most_keys;; least *= 2, most *= 2) {
+      cut(total, least, most);
+      if (ranges() <= partials_that_fit || least >= longest) break;
     }
-    first_range_.push_back(ranges());
     passes_at_once = std::clamp<int64_t>(partials_that_fit / ranges(), 1, passes);
     products = pairs > 0 ? double(passes) * double(total) * double(products_per_key) : 0;
   }
@@ -84,18 +71,37 @@ class Plan {
   static constexpr int64_t kRowsPerPass = 64;  // if a kv head has that many query rows
   static constexpr int64_t kQueriesPerPass = 8;
 
-  // Keys of one task: enough to be worth its start and its partial result, few enough that a sum of
-  // single precision stays exact to its last digits. Tasks become shorter towards the end, each a
-  // part of what is left then, so that few are needed for all threads to end together.
+  // Keys of one task: enough to be worth its start and its partial result. Tasks become shorter
+  // towards the end, each a part of what is left then, so that few are needed for all threads to end
+  // together.
   static constexpr int64_t kLeastProducts = int64_t(160) << 20;
   static constexpr int64_t kLeastKeys = 512;
-  static constexpr int64_t kMostKeys = 8192;
   static constexpr int64_t kTasksAtOnce = 32;
 
   // Partial results that may be alive at a time.
   static constexpr int64_t kWorkspaceFloats = int64_t(16) << 20;
 
   static int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+  // Into ranges of at least and at most so many keys, but for the last of a pair.
+  void cut(int64_t total, int64_t least, int64_t most) {
+    first_range_.clear();
+    begins_.clear();
+    int64_t left = total;
+    for (const int64_t length : lengths_) {
+      first_range_.push_back(ranges());
+      int64_t begin = 0;
+      do {
+        const int64_t share = divided_up(passes * left, kTasksAtOnce);
+        const int64_t keys = std::clamp(share, least, most);
+        const int64_t end = std::min(length, begin + divided_up(keys, kTile) * kTile);
+        begins_.push_back(begin);
+        left -= end - begin;
+        begin = end;
+      } while (begin < length);
+    }
+    first_range_.push_back(ranges());
+  }
 
   std::vector<int64_t> lengths_;      // keys of each pair
   std::vector<int64_t> first_range_;  // of each pair, and the number of all

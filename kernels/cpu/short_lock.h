@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <thread>
 
 #include "patience.h"
 
@@ -14,10 +13,7 @@ namespace sparsekv {
 class ShortLock {
  public:
   void lock() {
-    for (int i = 1; is_taken_.exchange(true, std::memory_order_acquire); i++) {
-      // Its holder may have lost its processor.
-      i % 64 == 0 ? std::this_thread::yield() : pause_briefly();
-    }
+    for (int i = 1; is_taken_.exchange(true, std::memory_order_acquire); i++) pause_or_yield(i);
   }
   void unlock() { is_taken_.store(false, std::memory_order_release); }
 

@@ -370,10 +370,21 @@ def restored_threads() -> Any:
     library.set_num_threads(None)
 
 
-def test_the_result_does_not_depend_on_the_number_of_threads(restored_threads: None) -> None:
-    case = make_case(torch.bfloat16, segments=9, tokens=256, num_queries=2)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"segments": 9, "tokens": 256, "num_queries": 2},
+        # Ranges merged in many pieces, by threads that wait for the last of them too.
+        {"segments": 9, "tokens": 256, "num_kv_heads": 1, "group_size": 64, "head_dim": 256},
+        {"segments": 40, "tokens": 64, "num_queries": 100, "batch": 1},
+    ],
+)
+def test_the_result_does_not_depend_on_the_number_of_threads(
+    shape: dict[str, int], restored_threads: None
+) -> None:
+    case = make_case(torch.bfloat16, **shape)
     results = []
-    for num_threads in (1, 2, 5):
+    for num_threads in (1, 2, 5, 5, 5):
         library.set_num_threads(num_threads)
         assert cpu.backend().num_threads == num_threads
         results.append(cpu.partial_attention(**case))
