@@ -27,12 +27,13 @@ class Way:
     Attributes:
         name: an instruction set of the native library, or what of torch.
         isa: the instruction set to choose; None for torch.
-        call: attends to `count` segments from `first` on.
+        prepare: what attends to `count` segments from `first` on, its inputs ready: as in a decode
+            step, which makes views of what grew, and keeps them.
     """
 
     name: str
     isa: str | None
-    call: Callable[[int, int], object]
+    prepare: Callable[[int, int], Callable[[], object]]
 
 
 def available_isas() -> list[str]:
@@ -49,9 +50,12 @@ def available_isas() -> list[str]:
 
 
 def native_ways(memory: KVMemory, query: Tensor) -> list[Way]:
-    """The native library, in each instruction set that differs for the shape."""
-    call = partial(attend_in_place, cpu.partial_attention, memory, query)
-    return [Way(isa, isa, call) for isa in available_isas() if isa == _kernel_in(isa, memory)]
+    """The native library, in each instruction set that differs for the shape.
+
+    The query is float32, as a decode step hands it over.
+    """
+    prepare = partial(in_place, cpu.partial_attention, memory, query.float())
+    return [Way(isa, isa, prepare) for isa in available_isas() if isa == _kernel_in(isa, memory)]
 
 
 def _kernel_in(isa: str, memory: KVMemory) -> str:
@@ -83,41 +87,43 @@ def random_blocks_way(memory: KVMemory, query: Tensor) -> Way:
         lengths = torch.full(heads, num_blocks)
         return BlockLists(indices=order, num_blocks=lengths, block_size=_BLOCK_SIZE)
 
-    def call(first: int, count: int) -> object:
+    def prepare(first: int, count: int) -> Callable[[], tuple[Tensor, Tensor]]:
         op = partial(cpu.partial_attention, blocks=blocks(count))
-        return attend_in_place(op, memory, query, first, count)
+        return in_place(op, memory, query.float(), first, count)
 
-    return Way(RANDOM_BLOCKS, native_ways(memory, query)[0].isa, call)
+    return Way(RANDOM_BLOCKS, native_ways(memory, query)[0].isa, prepare)
 
 
 def torch_ways(memory: KVMemory, query: Tensor) -> list[Way]:
     """torch's attention, as it is called and as it is faster, and the fallback."""
     folded = query.view(memory.rows, memory.shape.num_kv_heads, -1, memory.shape.head_dim)
-    in_place = partial(attend_in_place, torch_ops.partial_attention, memory, query)
     return [
-        Way("torch sdpa", None, partial(_attend_joined, memory, query)),
+        Way("torch sdpa", None, partial(_joined, memory, query)),
         # The query heads of a kv head as if they were tokens: no mask, so the result is the same.
-        Way("torch sdpa, folded", None, partial(_attend_joined, memory, folded)),
-        Way("torch ops", None, in_place),
+        Way("torch sdpa, folded", None, partial(_joined, memory, folded)),
+        Way("torch ops", None, partial(in_place, torch_ops.partial_attention, memory, query)),
     ]
 
 
-def attend_in_place(
+def in_place(
     op: Callable[..., tuple[Tensor, Tensor]],
     memory: KVMemory,
     query: Tensor,
     first: int,
     count: int,
-) -> tuple[Tensor, Tensor]:
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The op over segments where the library keeps them."""
     key, value = memory.segments(first, count)
     positions = torch.arange(count) * WINDOW_SIZE
     newest = count * WINDOW_SIZE - 1
-    return op(query, key, value, positions, memory.shape.softmax_scale, query_start=newest)
+    scale = memory.shape.softmax_scale
+    return partial(op, query, key, value, positions, scale, query_start=newest)
 
 
-def _attend_joined(memory: KVMemory, query: Tensor, first: int, count: int) -> Tensor:
+def _joined(memory: KVMemory, query: Tensor, first: int, count: int) -> Callable[[], Tensor]:
     key, value = memory.joined(first, count)
     is_grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(
-        query, key, value, scale=memory.shape.softmax_scale, enable_gqa=is_grouped
+    scale = memory.shape.softmax_scale
+    return partial(
+        scaled_dot_product_attention, query, key, value, scale=scale, enable_gqa=is_grouped
     )

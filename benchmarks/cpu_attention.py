@@ -3,8 +3,8 @@
 For each number of threads and each model's shape: GB/s of keys and values, in each instruction set
 that this machine has, and over blocks in random order, beside the read ceiling of the same memory
 in the same rounds. At the highest number of threads also torch's own attention, over contiguous
-keys and values, and the torch ops that stand in where there is no native library. Last, errors
-against float64.
+keys and values, the torch ops that stand in where there is no native library, and the best
+instruction set in calls of less memory. Last, errors against float64.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from benchmarks.attention_error import errors
 from benchmarks.attention_shapes import SHAPES, WINDOW_SIZE, KVMemory, Shape, Turns
 from benchmarks.attention_ways import (
     Way,
-    attend_in_place,
+    in_place,
     native_ways,
     random_blocks_way,
     torch_ways,
 )
+from benchmarks.buffer import HUGE_PAGE_BYTES
 from benchmarks.ceilings import ReadCeiling, filled_buffer, measuring_bytes
 from benchmarks.command import finish, parser, print_table, progress, run
+from benchmarks.machine import available_bytes
 from benchmarks.results import Row
 from sparsekv.kernels import cpu
 from sparsekv.kernels.cpu import library
@@ -36,6 +38,10 @@ from sparsekv.kernels.cpu import library
 _ROWS, _QUICK_ROWS = 16, 2
 _QUICK_BYTES = 16 << 20
 _CALL_SECONDS, _QUICK_CALL_SECONDS = 0.08, 0.001
+_MOST_BYTES = 8 << 30
+"""What a call of that length may read on a fast machine."""
+_CALLS, _QUICK_CALLS = tuple(mib << 20 for mib in (64, 256, 1024)), (1 << 20,)
+"""Bytes of shorter calls: some 8K to 128K tokens of a Qwen3 layer in all."""
 _ERROR_TOKENS, _QUICK_ERROR_TOKENS = 8192, 512
 
 
@@ -58,6 +64,17 @@ class Rounds:
     def measure(self, ways: Sequence[Way], rounds: int) -> list[Row]:
         """One row for each way."""
         counts = [self._segments_worth_a_call(way) for way in ways]
+        return self._rows("rate", ways, counts, rounds)
+
+    def measure_calls(self, way: Way, sizes: Sequence[int], rounds: int) -> list[Row]:
+        """One row for each number of bytes that a call reads, or the fewest that hold them."""
+        num_segments = self._memory.num_segments
+        counts = [min(-(-size // self._memory.segment_bytes), num_segments) for size in sizes]
+        return self._rows("call", [way] * len(counts), counts, rounds)
+
+    def _rows(
+        self, kind: str, ways: Sequence[Way], counts: Sequence[int], rounds: int
+    ) -> list[Row]:
         ceiling: list[float] = []
         samples: list[list[float]] = [[] for _ in ways]
         for _ in range(rounds):
@@ -65,7 +82,7 @@ class Rounds:
             for way, count, kept in zip(ways, counts, samples, strict=True):
                 kept.append(self._bytes(count) / self._time(way, count) / 1e9)
         return [
-            self._row(way, count, kept, ceiling)
+            {"kind": kind, **self._row(way, count, kept, ceiling)}
             for way, count, kept in zip(ways, counts, samples, strict=True)
         ]
 
@@ -84,8 +101,9 @@ class Rounds:
         if way.isa is not None:
             library.set_isa(way.isa)
         first = self._turns.take(self._bytes(count), self._memory.segment_bytes)
+        call = way.prepare(first // self._memory.segment_bytes, count)
         start = time.perf_counter()
-        way.call(first // self._memory.segment_bytes, count)
+        call()
         return time.perf_counter() - start
 
     def _bytes(self, count: int) -> int:
@@ -93,7 +111,6 @@ class Rounds:
 
     def _row(self, way: Way, count: int, samples: list[float], ceiling: list[float]) -> Row:
         return {
-            "kind": "rate",
             "shape": self._memory.shape.name,
             "way": way.name,
             "num_threads": self._num_threads,
@@ -115,7 +132,7 @@ def error_rows(memory: KVMemory, query: Tensor, tokens: int) -> Iterator[Row]:
     key, value = memory.segments(0, count)
     for way in native_ways(memory, query):
         library.set_isa(way.isa)
-        out, lse = attend_in_place(cpu.partial_attention, memory, query, 0, count)
+        out, lse = in_place(cpu.partial_attention, memory, query, 0, count)()
         relative, of_lse = errors(out, lse, query, key, value, memory.shape.softmax_scale)
         yield {
             "kind": "error",
@@ -130,7 +147,7 @@ def error_rows(memory: KVMemory, query: Tensor, tokens: int) -> Iterator[Row]:
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """All rows: shapes within numbers of threads, then errors."""
     is_quick = arguments.quick
-    buffer = filled_buffer(_QUICK_BYTES if is_quick else measuring_bytes())
+    buffer = filled_buffer(_QUICK_BYTES if is_quick else _buffer_bytes())
     shapes = [SHAPES[name] for name in arguments.shapes]
     memories = [KVMemory(buffer, shape, _QUICK_ROWS if is_quick else _ROWS) for shape in shapes]
     queries = [_query(memory.shape, memory.rows) for memory in memories]
@@ -147,7 +164,11 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
                     ways = [*native_ways(memory, query), random_blocks_way(memory, query)]
                     if num_threads == most:
                         ways += torch_ways(memory, query)
-                    rows += Rounds(memory, num_threads, seconds).measure(ways, arguments.rounds)
+                    here = Rounds(memory, num_threads, seconds)
+                    rows += here.measure(ways, arguments.rounds)
+                    if num_threads == most:
+                        sizes = _QUICK_CALLS if is_quick else _CALLS
+                        rows += here.measure_calls(ways[0], sizes, arguments.rounds)
                     advance()
             for memory, query in zip(memories, queries, strict=True):
                 tokens = _QUICK_ERROR_TOKENS if is_quick else _ERROR_TOKENS
@@ -158,6 +179,12 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         library.set_num_threads(None)
         torch.set_num_threads(torch_threads)
     return rows
+
+
+def _buffer_bytes() -> int:
+    """Over four last-level caches, and some calls' worth where that much memory is to spare."""
+    spare = available_bytes() // 8 // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    return max(measuring_bytes(), min(spare, _MOST_BYTES))
 
 
 def _query(shape: Shape, rows: int) -> Tensor:

@@ -47,6 +47,9 @@ def cpu_attention(results: Sequence[Result]) -> str:
             rows = [row for row in rates if row["shape"] == shape]
             ways = (*ISAS, RANDOM_BLOCKS, *_TORCH)
             parts.append(_scaling(shape, rows, {"read ceiling": "ceiling_gbs"}, ways))
+        calls = [row for row in result.rows if row["kind"] == "call"]
+        if calls:
+            parts.append(_calls(calls))
         if found:
             lines = [
                 [row["shape"], row["way"], *(f"{row[key]:.1e}" for key in _ERRORS)] for row in found
@@ -54,6 +57,20 @@ def cpu_attention(results: Sequence[Result]) -> str:
             parts.append(markdown(["shape", "instruction set", *_ERRORS.values()], lines))
         parts.append(checks(result))
     return "\n\n".join(parts)
+
+
+def _calls(rows: Sequence[Row]) -> str:
+    """GB/s of calls that read less, and of the ceiling, which counts no start and no end."""
+    lines = [
+        [
+            f"{row['shape']}, {row['way']}",
+            f"{row['call_bytes'] / 2**20:.0f} MiB",
+            f"{row['call_bytes'] / row['gbs'] / 1e6:.2f}",
+            f"{rate(row['gbs'])} ({percent(row['fraction'])})",
+        ]
+        for row in rows
+    ]
+    return markdown(["shape, instruction set", "a call reads", "ms", "GB/s"], lines)
 
 
 def cpu_attention_in_short(results: Sequence[Result]) -> str:

@@ -67,7 +67,7 @@ def test_turns_come_back_to_a_byte_only_after_all_others() -> None:
 def test_both_calls_of_torchs_attention_are_the_same_attention(name: str) -> None:
     memory = memory_of(name)
     query = cpu_attention._query(memory.shape, memory.rows)
-    plain, folded, _ = (way.call(0, 1) for way in attention_ways.torch_ways(memory, query))
+    plain, folded, _ = (way.prepare(0, 1)() for way in attention_ways.torch_ways(memory, query))
     key, value = (part[None] for part in memory.joined(0, 1))
     truth, _ = partial_attention(
         query.double(),
@@ -90,7 +90,7 @@ def test_random_blocks_are_the_same_attention() -> None:
     in_order = cpu.partial_attention(
         *inputs, memory.shape.softmax_scale, query_start=2 * WINDOW_SIZE - 1
     )
-    for got, expected in zip(way.call(0, 2), in_order, strict=True):
+    for got, expected in zip(way.prepare(0, 2)(), in_order, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -167,6 +167,9 @@ def test_the_script_measures_every_way(tmp_path: Path) -> None:
         timed = {row["way"] for row in rows if row["kind"] == "rate"}
         assert timed == isas | {"random blocks", "torch sdpa", "torch sdpa, folded", "torch ops"}
         assert {row["way"] for row in rows if row["kind"] == "error"} == isas
+        (call,) = (row for row in rows if row["kind"] == "call")
+        assert call["way"] in isas
+        assert call["call_bytes"] >= 1 << 20
     for row in result.rows:
         if row["kind"] == "error":
             assert row["lse_error"] < 1e-5
