@@ -38,8 +38,8 @@ from sparsekv.kernels.cpu import library
 _ROWS, _QUICK_ROWS = 16, 2
 _QUICK_BYTES = 16 << 20
 _CALL_SECONDS, _QUICK_CALL_SECONDS = 0.08, 0.001
-_MOST_BYTES = 8 << 30
-"""What a call of that length may read on a fast machine."""
+_MOST_BYTES = 4 << 30
+"""Worth a call of some 30 ms on 16 fast cores."""
 _CALLS, _QUICK_CALLS = tuple(mib << 20 for mib in (64, 256, 1024)), (1 << 20,)
 """Bytes of shorter calls: some 8K to 128K tokens of a Qwen3 layer in all."""
 _ERROR_TOKENS, _QUICK_ERROR_TOKENS = 8192, 512
