@@ -222,6 +222,10 @@ def test_the_current_stream_is_the_one_the_caller_chose():
 @pytest.mark.parametrize("kind", ["to host", "within"])
 def test_memory_let_go_of_is_not_used_again_before_a_copy_has_read_it(kind):
     accelerator = cuda()
+    # While no stream stands still yet, for either may wait for all of them: what CUDA loads at a
+    # first use, and the memory of all that follows.
+    spare = [torch.full((1 << 20,), -1.0, device="cuda") for _ in range(6)]
+    del spare
     flag = host_buffer(accelerator, (1,), torch.int32)
     host = host_buffer(accelerator, (1 << 20,), torch.float32)
     kept = accelerator.empty((1 << 20,), torch.float32)
