@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+# Processes that run tests at the same time, whole files each; 0: one, as a debugger wants it.
+WORKERS ?= 2
 
 # Threads that wait go to sleep: spinning, they hold up the others wherever a core is shared.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -22,8 +24,11 @@ demo: $(INSTALLED) ## Answer a long question with a small real model; compare wi
 	$(BIN)/sparsekv generate --demo smollm2 --window-size 256 --cpu-share 0.5 \
 		--max-new-tokens 64 --ignore-eos --compare
 
+# A thread of torch's for each process: more would wait for one another.
+PYTEST_AT_ONCE = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 test: $(INSTALLED) ## Run the default tests (two CPU cores, no GPU needed)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST_AT_ONCE) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(INSTALLED) ## Run the tests on real weights and long runs
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
@@ -31,7 +36,7 @@ test-slow: $(INSTALLED) ## Run the tests on real weights and long runs
 MODEL_TESTS := tests/models tests/kernels tests/csa tests/test_cli_deepseek_v4.py
 
 test-models: $(INSTALLED) ## Run the tests that depend on transformers
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(MODEL_TESTS) $(PYTEST_ARGS)
+	$(PYTEST_AT_ONCE) -m "not slow and not gpu" $(MODEL_TESTS) $(PYTEST_ARGS)
 
 test-sanitizers: ## Run the native library's tests for data races and wrong use of memory
 	@$(MAKE) --no-print-directory -j2 sanitizer-thread sanitizer-address

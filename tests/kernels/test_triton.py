@@ -171,7 +171,7 @@ def test_splits_carry_too_and_keep_to_their_room() -> None:
         ({"row_table": torch.zeros(2, 2, dtype=torch.int64)}, "row_table"),
         ({"mask": torch.ones(1, 1, 1, 15), "out": torch.empty(2, 6, 1, 12)}, "with a mask"),
     ],
-    ids=str,
+    ids=lambda part: "+".join(part) if isinstance(part, dict) else part,
 )
 def test_calls_that_break_a_rule_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
