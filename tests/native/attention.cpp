@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t kBatch = 2, kHeads = 6, kKvHeads = 2, kQueries = 2, kDim = 40, kDimV = 24;
+constexpr int64_t kBatch = 2, kHeads = 48, kKvHeads = 2, kQueries = 2, kDim = 40, kDimV = 24;
 constexpr int64_t kSegments = 3, kTokens = 411;
 
 struct Case {
