@@ -353,6 +353,9 @@ class InplaceKVCache:
         Raises:
             LayoutError: a shape, dtype or device differs from the spec's.
             CapacityError: over `max_tokens`, or over the machine's memory.
+            torch.OutOfMemoryError: the accelerator has no room for the full windows of so many
+                tokens, which take their bytes once more until they have left: give fewer at a
+                time. Nothing was added.
         """
         layer = self._layer(layer_idx)
         layer.settle()
