@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sparsekv.engine import CacheConfig
     from sparsekv.format import KVGeometry, PartitionSpec
     from sparsekv.models.patch import patch
-    from sparsekv.roofline import ShareRouter
+    from sparsekv.roofline import CostModel, ShareRouter
 
 __version__ = "0.1.0"
 
@@ -33,6 +33,7 @@ __all__ = [
     "CacheConfig",
     "CacheStateError",
     "CapacityError",
+    "CostModel",
     "FormatError",
     "InplaceKVCache",
     "KVGeometry",
@@ -49,6 +50,7 @@ __all__ = [
 
 _HOME = {
     "CacheConfig": "sparsekv.engine",
+    "CostModel": "sparsekv.roofline",
     "InplaceKVCache": "sparsekv.cache",
     "KVGeometry": "sparsekv.format",
     "PartitionSpec": "sparsekv.format",

@@ -1,9 +1,12 @@
-"""Hypothesis strategies: geometries, specs, batches of tokens, row indices and saved headers."""
+"""Hypothesis strategies: geometries, specs, cost models, batches of tokens, row indices and saved
+headers.
+"""
 
 import torch
 from hypothesis import strategies as st
 
 from sparsekv.format import KVGeometry, PartitionSpec
+from sparsekv.roofline import CostModel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -48,6 +51,19 @@ def specs(draw, max_batch=4, geometry=None, max_tokens=None):
 def shares():
     """Shares, both ends and awkward fractions among them."""
     return st.one_of(st.sampled_from([0, 0.0, 0.1, 0.3, 0.5, 0.7, 1, 1.0]), st.floats(0, 1))
+
+
+@st.composite
+def cost_models(draw):
+    """Machines of 1 ns to 1 ms per token on either side, with overheads of up to 10 ms."""
+    costs = st.floats(-9, -3).map(lambda exponent: 10**exponent)
+    overheads = st.one_of(st.just(0.0), st.floats(0, 1e-2))
+    return CostModel(
+        cpu_s_per_token=draw(costs),
+        h2d_s_per_token=draw(costs),
+        cpu_overhead_s=draw(overheads),
+        gpu_overhead_s=draw(overheads),
+    )
 
 
 def appends(max_tokens=40, max_size=6):

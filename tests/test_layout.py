@@ -190,6 +190,7 @@ def test_public_names() -> None:
         "CacheConfig",
         "CacheStateError",
         "CapacityError",
+        "CostModel",
         "FormatError",
         "InplaceKVCache",
         "KVGeometry",
