@@ -13,7 +13,9 @@ RANDOM_BLOCKS = "random blocks"
 """The best of them over blocks of 64 tokens in random order, as a sparse selection reads."""
 
 _ROUNDING = ("qwen3", "mla", "v4")
-"""Shapes that AMX computes, in whose kernels the weights of values are rounded to bfloat16."""
+"""Shapes for which AMX rounds the weights of values to bfloat16; Mixtral's are in two parts, and as
+good as float32.
+"""
 
 # Fractions of the read ceiling: shape, instruction set (None: the best of all), at least.
 _SIXTEEN_THREADS = (
