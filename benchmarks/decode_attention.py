@@ -36,7 +36,7 @@ _USUAL_SHARE = 0.7
 _PLACED, _BORROWED_SHARES = 0.5, (0.5, 0.6, 0.7, 0.8, 0.9)
 """One placement, and the shares of the steps over it."""
 
-_MODEL_LAYERS = 8
+_MODEL_LAYERS = 24
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,7 +302,7 @@ def test_what_the_cpu_has_borrowed_is_not_written_again_before_it_has_read_it(ch
     cache, query = twin.cache, torch.randn(2, 4, 1, 4)
     cache.accelerator.current_stream().synchronize()
     views, expected = cache.step_views(0), whole(twin, 0, query, 0.3)
-    cache.companion = companion = DecodeAttention(cache.registrar, 1)
+    cache.companion = companion = DecodeAttention(cache.registrar, cache.ping_pong, 1)
     question = Question(query=query, softmax_scale=0.3, query_start=40, key_mask=None, mask=None)
     finish = companion.host.begin(question, views.unpinned)
     parts = [question.attend(part) for part in views.pinned + views.window] + finish()
@@ -351,18 +351,18 @@ def test_only_the_rest_crosses_the_bus_each_byte_once(way, share):
     twin = elastic(spec(ping_pong_tokens=4), placed=0, share=share)
     twin.append(40)
     cache, size = twin.cache, 4 * 2 * geometry().bytes_per_token_per_layer
-    twin.append(1, flush=False)
-    assert_attends(twin, 1)
     for _ in range(2):
-        before = cache.stats()
         twin.append(1, flush=False)
         assert_attends(twin, 1)
-        after = cache.stats()
-        num_lent = math.floor(10 * share + 0.5)
-        answers = _bytes_of_answers(cache) if num_lent else 0
-        assert after.h2d_bytes - before.h2d_bytes == 2 * (size * (10 - num_lent) + answers)
-        assert after.borrowed_bytes - before.borrowed_bytes == 2 * size * num_lent
-        assert (after.cpu_share, after.placed_share) == (num_lent / 10, 0)
+    before = cache.stats()
+    twin.append(1, flush=False)
+    assert_attends(twin, 1)
+    after = cache.stats()
+    num_lent = math.floor(10 * share + 0.5)
+    answers = _bytes_of_answers(cache) if num_lent else 0
+    assert after.h2d_bytes - before.h2d_bytes == 2 * (size * (10 - num_lent) + answers)
+    assert after.borrowed_bytes - before.borrowed_bytes == 2 * size * num_lent
+    assert (after.cpu_share, after.placed_share) == (num_lent / 10, 0)
 
 
 def test_what_was_begun_for_another_share_is_not_used(way):

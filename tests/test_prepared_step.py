@@ -15,7 +15,7 @@ from sparsekv.engine import attend
 from sparsekv.errors import CacheStateError
 from sparsekv.kernels import dispatch
 from sparsekv.kernels.dispatch import PreparedAttentionJob
-from sparsekv.regions import window
+from sparsekv.regions import PingPong, window
 from sparsekv.transfer import in_place
 
 gpu = [
@@ -152,6 +152,7 @@ def test_results_are_not_written_again(device, only_prepared):
 
 
 def test_the_same_bytes_are_counted(monkeypatch):
+    """And those that are there already for the step to come."""
     crossed = []
     for is_prepared in (True, False):
         torch.manual_seed(0)
@@ -161,9 +162,66 @@ def test_the_same_bytes_are_counted(monkeypatch):
             if not is_prepared:
                 patch.setattr(decode, "decode_ops_for", lambda device: None)
             steps(twin, 6)
-        stats = twin.cache.stats()
-        crossed.append(stats.h2d_bytes)
+        crossed.append(twin.cache.stats().h2d_bytes)
+        ahead = sum(loaded.view.num_tokens for loaded in twin.cache.ping_pong._ahead)
+        if is_prepared:
+            assert ahead > 0
+            crossed[0] -= ahead * 2 * twin.cache.spec.geometry.bytes_per_token_per_layer
     assert crossed[0] == crossed[1]
+
+
+# Chunks read ahead
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Chunks that were taken from the ping-pong buffers."""
+    chunks = []
+    take = PingPong.take
+    monkeypatch.setattr(PingPong, "take", lambda *args: chunks.append(args[1]) or take(*args))
+    return chunks
+
+
+@pytest.mark.parametrize("ping_pong_tokens", [4, 8, 64])
+@pytest.mark.parametrize("make", ACCELERATORS.values(), ids=ACCELERATORS)
+def test_the_first_chunks_of_every_layer_are_there_before_its_query(make, ping_pong_tokens, taken):
+    with accelerators(make):
+        twin = Twin(build(spec(ping_pong_tokens=ping_pong_tokens), share=0.5))
+        twin.append(28)
+        steps(twin, 2)
+        taken.clear()
+        steps(twin, 1)
+        pinned = [twin.cache.parts(layer_idx).pinned for layer_idx in (0, 1)]
+        num_tokens = sum(view.num_tokens for view in pinned[0])
+        num_chunks = min(2, -(-num_tokens // ping_pong_tokens))
+        assert [chunk.index for chunk in taken] == 2 * list(range(num_chunks))
+        assert all(chunk.owner is pinned[i // num_chunks] for i, chunk in enumerate(taken))
+
+
+def test_nothing_is_read_ahead_of_rows_that_moved(taken):
+    twin = Twin(build(share=0.5))
+    twin.append(29)
+    twin.cache.batch_select_indices(torch.tensor([1, 0]))
+    twin.apply(lambda tensor: tensor[[1, 0]])
+    steps(twin, 6)
+    assert taken == []
+    assert twin.cache.ping_pong.num_bytes == 0
+
+
+def test_what_was_read_ahead_is_dropped_when_segments_are(taken):
+    """Those that come in their place lie in the same memory."""
+    twin = Twin(build(share=0))
+    twin.append(29)
+    steps(twin, 3)
+    twin.cache.crop(2)
+    twin.apply(lambda tensor: tensor[:, :, :2])
+    twin.append(27)
+    taken.clear()
+    steps(twin, 1)
+    assert taken == []
+    steps(twin, 5)
+    assert taken
+    twin.check()
 
 
 # Failures

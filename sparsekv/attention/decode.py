@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,9 +21,13 @@ from sparsekv.device import Stream
 from sparsekv.errors import LayoutError
 from sparsekv.format import KVView, joined
 from sparsekv.kernels.dispatch import DecodeOps, PreparedAttentionJob, decode_ops_for
-from sparsekv.regions import LayerParts, Registrar, Window
+from sparsekv.regions import LayerParts, PingPong, Registrar, Window
+from sparsekv.regions.ping_pong import Chunk
 
 Views = tuple[KVView, ...]
+
+_CHUNKS_AHEAD = 2
+"""Of a layer's pinned region, copied before its query is there: both ping-pong buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,15 @@ class _Answer:
 
 
 @dataclass(slots=True)
+class _InPlace:
+    """Attention to some of the pinned region where it lies."""
+
+    views: Views = ()
+    attends: list[Any] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
 class _Layer:
     """What is prepared for one layer, and for what."""
 
@@ -45,8 +59,11 @@ class _Layer:
     window: Window
     attend: Any = None
     pinned: Views = ()
-    pinned_bytes: int = 0
-    attend_pinned: list[Any] = field(default_factory=list)
+    in_place: _InPlace = field(default_factory=_InPlace)
+    """All of it."""
+    ahead: tuple[Chunk, ...] = ()
+    after_ahead: _InPlace = field(default_factory=_InPlace)
+    """What comes after these chunks."""
     unpinned: Views = ()
     answer: _Answer | None = None
     job: PreparedAttentionJob | None = None
@@ -59,14 +76,16 @@ class DecodeAttention:
         host: what attends on the CPU, for split attention too.
     """
 
-    def __init__(self, registrar: Registrar, bytes_per_token: int) -> None:
+    def __init__(self, registrar: Registrar, ping_pong: PingPong, bytes_per_token: int) -> None:
         self._accelerator = registrar.accelerator
+        self._ping_pong = ping_pong
         self._bytes_per_token = bytes_per_token
         self._host = HostJobs(registrar) if self._accelerator.has_flags else None
         self.host: HostAttention = self._host or HostCalls()
         self._ops = decode_ops_for(self._accelerator.device)
         self._layers: dict[int, _Layer] = {}
         self._answers: dict[int, _Answer] = {}
+        self._chunk_attends: dict[tuple[int, int], Any] = {}
         self._kind: tuple[Any, ...] = ()
         self._softmax_scale = 0.0
         self._lse = self._workspace = torch.empty(0)
@@ -74,11 +93,15 @@ class DecodeAttention:
     def synchronize(self) -> None:
         """Return when host memory is not read any more; nothing of it is held afterwards."""
         self.host.synchronize()
-        self._layers.clear()
-        self._answers.clear()
+        self._forget()
 
     def attend(
-        self, layer_idx: int, query: Tensor, softmax_scale: float, parts: LayerParts
+        self,
+        layer_idx: int,
+        query: Tensor,
+        softmax_scale: float,
+        parts: LayerParts,
+        upcoming: tuple[int, Views],
     ) -> Tensor | None:
         """Attention of the newest token to all that a layer holds; None: not prepared for it, and
         nothing has been done.
@@ -87,6 +110,8 @@ class DecodeAttention:
             query: (batch, num_heads, 1, head_dim) on the accelerator.
             softmax_scale: factor of the scores.
             parts: what the layer holds.
+            upcoming: the layer that attends after this one, and its pinned views: their first
+                chunks are copied as soon as this one does not use the bus any more.
 
         Returns:
             (batch, num_heads, 1, head_dim_v) float32.
@@ -112,9 +137,8 @@ class DecodeAttention:
         stream = self._asked(layer, query, parts) if parts.unpinned else None
         out = query.new_empty((*query.shape[:3], window.value.shape[4]), dtype=torch.float32)
         layer.attend(query, 0, parts.num_in_window, out)
-        for attend in layer.attend_pinned:
-            attend(query, 0, None, out)
-        self._accelerator.h2d_bytes += layer.pinned_bytes
+        self._attend_pinned(ops, layer, query, out)
+        self._load_ahead(*upcoming)
         if stream is not None:
             self._take(layer, out, stream)
         return out
@@ -173,12 +197,16 @@ class DecodeAttention:
 
     def _begin_anew(self, kind: tuple[Any, ...], query: Tensor) -> None:
         """Forget what was prepared for queries of another kind."""
-        self._layers.clear()
-        self._answers.clear()
+        self._forget()
         self._kind = kind
         self._softmax_scale = kind[-1]
         self._lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         self._workspace = self._lse[:0]
+
+    def _forget(self) -> None:
+        self._layers.clear()
+        self._answers.clear()
+        self._chunk_attends.clear()
 
     def _prepared(self, ops: DecodeOps, query: Tensor, view: KVView, is_carried: bool) -> Any:
         """Attention to one view: alone, or added to what `out` and the lse hold already."""
@@ -199,20 +227,69 @@ class DecodeAttention:
             is_carried=is_carried,
         )
 
+    def _attend_pinned(self, ops: DecodeOps, layer: _Layer, query: Tensor, out: Tensor) -> None:
+        in_place = layer.in_place
+        if layer.ahead and all(map(self._ping_pong.holds, layer.ahead)):
+            in_place = layer.after_ahead
+            for chunk in layer.ahead:
+                self._of_chunk(ops, query, self._ping_pong.take(chunk))(query, 0, None, out)
+        for attend in in_place.attends:
+            attend(query, 0, None, out)
+        self._accelerator.h2d_bytes += in_place.num_bytes
+
+    def _of_chunk(self, ops: DecodeOps, query: Tensor, view: KVView) -> Any:
+        """Attention to a chunk in one of the two buffers, whichever layer it is of."""
+        kind = view.key.data_ptr(), view.key.shape[0]
+        attend = self._chunk_attends.get(kind)
+        if attend is None:
+            self._chunk_attends[kind] = attend = self._prepared(ops, query, view, True)
+        return attend
+
+    def _load_ahead(self, layer_idx: int, pinned: Views) -> None:
+        """Copy a layer's first chunks, once what the caller has enqueued is done: then the bus is
+        free, and it stays so until that layer's query is there.
+        """
+        layer = self._layers.get(layer_idx)
+        if layer is not None and layer.pinned is pinned:
+            for chunk in layer.ahead:
+                self._ping_pong.load(chunk)
+
     def _prepare_pinned(self, ops: DecodeOps, layer: _Layer, query: Tensor, pinned: Views) -> None:
+        layer.ahead = ()
+        if all(view.row_table is None for view in pinned):
+            layer.ahead = tuple(islice(self._ping_pong.chunks(pinned), _CHUNKS_AHEAD))
+        num_ahead = sum(len(chunk.view.key) for chunk in layer.ahead)
+        self._prepare_in_place(ops, layer.in_place, query, pinned)
+        self._prepare_in_place(ops, layer.after_ahead, query, _without(pinned, num_ahead))
+        layer.pinned = pinned
+
+    def _prepare_in_place(
+        self, ops: DecodeOps, in_place: _InPlace, query: Tensor, pinned: Views
+    ) -> None:
         views = joined(pinned)
-        is_plain = all(view.row_table is None for view in (*layer.pinned, *views))
+        is_plain = all(view.row_table is None for view in (*in_place.views, *views))
         try:
-            if not is_plain or len(views) != len(layer.attend_pinned):
+            if not is_plain or len(views) != len(in_place.attends):
                 raise LayoutError("more or fewer than before")
-            for attend, view in zip(layer.attend_pinned, views, strict=True):
+            for attend, view in zip(in_place.attends, views, strict=True):
                 attend.attend_to(view.key, view.value)
         except LayoutError:
-            layer.attend_pinned = [self._prepared(ops, query, view, True) for view in views]
-        layer.pinned = pinned
-        layer.pinned_bytes = self._bytes_per_token * sum(
-            view.num_tokens * view.batch_size for view in pinned
+            in_place.attends = [self._prepared(ops, query, view, True) for view in views]
+        in_place.views = views
+        in_place.num_bytes = self._bytes_per_token * sum(
+            view.num_tokens * view.batch_size for view in views
         )
+
+
+def _without(views: Views, num_segments: int) -> Views:
+    """All but the first segments."""
+    kept = []
+    for view in views:
+        count = len(view.key)
+        if num_segments < count:
+            kept.append(view.segments(num_segments, count))
+        num_segments = max(0, num_segments - count)
+    return tuple(kept)
 
 
 def _whole(window: Window) -> KVView:

@@ -25,9 +25,9 @@ def attend(
     """Attend to everything a layer holds, then let its full segments leave the window.
 
     The unpinned region is attended where it lies, by the CPU, and so is what the CPU borrows of the
-    pinned one; the rest of that where it lies too, by the accelerator, or, where that would read it
-    more than once, through the ping-pong buffers; the window, and tokens just appended, where they
-    are.
+    pinned one; the rest of that by the accelerator, where it lies too, but for the first chunks,
+    which came through the ping-pong buffers before; or all of it through these, where it would
+    be read more than once; the window, and tokens just appended, where they are.
 
     Args:
         query: (batch, num_heads, num_queries, head_dim): the last tokens appended, in order.
@@ -47,7 +47,9 @@ def attend(
     if is_in_place and key_mask is None and query.shape[2] == 1:
         parts = cache.parts(layer_idx)
         if parts is not None:
-            out = companion.attend(layer_idx, query, softmax_scale, parts)
+            next_idx = (layer_idx + 1) % cache.spec.geometry.num_layers
+            upcoming = next_idx, cache.pinned_ahead(next_idx)[0]
+            out = companion.attend(layer_idx, query, softmax_scale, parts, upcoming)
     if out is None:
         out, _ = split_attention(
             query,
@@ -85,5 +87,7 @@ def _companion_of(cache: InplaceKVCache) -> DecodeAttention:
     companion = cache.companion
     if not isinstance(companion, DecodeAttention):
         bytes_per_token = cache.spec.geometry.bytes_per_token_per_layer
-        cache.companion = companion = DecodeAttention(cache.registrar, bytes_per_token)
+        cache.companion = companion = DecodeAttention(
+            cache.registrar, cache.ping_pong, bytes_per_token
+        )
     return companion

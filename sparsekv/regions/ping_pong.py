@@ -5,6 +5,7 @@ Copies only.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -61,6 +62,23 @@ class PingPong:
         """Segments that one buffer holds."""
         return self._spec.ping_pong_tokens // self._spec.segment_tokens
 
+    def chunks(self, views: tuple[KVView, ...], after: Event | None = None) -> Iterator[Chunk]:
+        """A layer's pinned views in pieces that one buffer holds each.
+
+        Args:
+            views: what is named as their owner.
+            after: when their bytes are there; None: they are.
+        """
+        size, index = self.segments_per_chunk, 0
+        for view in views:
+            for first in range(0, view.key.shape[0], size):
+                yield Chunk(views, index, view.segments(first, first + size), after)
+                index += 1
+
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether it is loaded, or being loaded, and not taken."""
+        return any(loaded.chunk.is_same(chunk) for loaded in self._ahead)
+
     def take(self, chunk: Chunk) -> KVView:
         """The chunk on the accelerator, for work that is enqueued on the caller's stream before the
         next chunk is loaded or taken.
@@ -82,7 +100,7 @@ class PingPong:
         Args:
             chunk: at most `segments_per_chunk` slots.
         """
-        if any(loaded.chunk.is_same(chunk) for loaded in self._ahead):
+        if self.holds(chunk):
             return
         if len(self._ahead) == 2:
             self._ahead.popleft()

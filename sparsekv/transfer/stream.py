@@ -8,7 +8,6 @@ from itertools import islice
 from sparsekv.device import Event
 from sparsekv.format import KVView
 from sparsekv.regions import PingPong
-from sparsekv.regions.ping_pong import Chunk
 
 
 def stream(
@@ -26,20 +25,12 @@ def stream(
             as the buffers are free.
         after: when the bytes of `upcoming` are there; None: they are.
     """
-    line = list(_chunks(ping_pong, views, None))
+    line = list(ping_pong.chunks(views))
     num_chunks = len(line)
-    line += islice(_chunks(ping_pong, upcoming, after), 2)
+    line += islice(ping_pong.chunks(upcoming, after), 2)
     for i in range(num_chunks):
         for chunk in line[i : i + 2]:
             ping_pong.load(chunk)
         yield ping_pong.take(line[i])
     for chunk in line[num_chunks:]:
         ping_pong.load(chunk)
-
-
-def _chunks(ping_pong: PingPong, views: tuple[KVView, ...], after: Event | None) -> Iterator[Chunk]:
-    size, index = ping_pong.segments_per_chunk, 0
-    for view in views:
-        for first in range(0, view.key.shape[0], size):
-            yield Chunk(views, index, view.segments(first, first + size), after)
-            index += 1
