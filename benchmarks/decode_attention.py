@@ -37,6 +37,8 @@ _PLACED, _BORROWED_SHARES = 0.5, (0.5, 0.6, 0.7, 0.8, 0.9)
 """One placement, and the shares of the steps over it."""
 
 _MODEL_LAYERS = 24
+"""Of the whole model: enough that what a step takes before its first layer is small beside them, as
+it is beside 48; and few enough for weights and three caches."""
 
 
 @dataclass(frozen=True, slots=True)
