@@ -65,7 +65,7 @@ int32_t sparsekv_partial_attention(const sparsekv_partial_attention_call* call) 
   const int32_t wrong = check(*call);
   if (wrong != SPARSEKV_OK) return wrong;
   try {
-    partial_attention(*call, kernel_of(*call));
+    partial_attention({{*call, kernel_of(*call)}});
   } catch (...) {  // of whatever kind: nothing may leave a C interface
     return SPARSEKV_NO_MEMORY;
   }
@@ -98,11 +98,13 @@ int32_t sparsekv_submit_partial_attention(const sparsekv_partial_attention_call*
     const auto submitted = std::make_shared<std::deque<SubmittedAttention>>();
     for (int64_t i = 0; i < count; i++) submitted->emplace_back(calls[i]);
     return [submitted] {
+      std::vector<KernelCall> checked;
       for (const SubmittedAttention& each : *submitted) {
         const int32_t wrong = check(each.call);
         if (wrong != SPARSEKV_OK) return wrong;
-        partial_attention(each.call, each.kernel);
+        checked.push_back({each.call, each.kernel});
       }
+      partial_attention(checked);
       return int32_t(SPARSEKV_OK);
     };
   });

@@ -21,19 +21,19 @@ namespace sparsekv {
 // else be the work of one thread.
 class Merge {
  public:
-  // partials: (passes at once, ranges, rows, row_floats), as attention writes them.
-  Merge(const sparsekv_partial_attention_call& call, const Plan& plan, const float* partials)
+  Merge(const sparsekv_partial_attention_call& call, const Plan& plan)
       : call_(call),
         plan_(plan),
-        partials_(partials),
         rows_of_piece_(rows_of_piece(plan)),
         pieces_((plan.rows + rows_of_piece_ - 1) / rows_of_piece_),
         unfinished_(plan.passes_at_once * plan.pairs),
         is_taken_(unfinished_.size() * pieces_) {}
 
   // Lists of so many passes; no thread is at work.
-  void start(int64_t first_pass, int64_t passes) {
+  // partials: (passes at once, ranges, rows, row_floats), as attention writes them.
+  void start(int64_t first_pass, int64_t passes, const float* partials) {
     first_pass_ = first_pass;
+    partials_ = partials;
     lists_ = passes * plan_.pairs;
     for (int64_t list = 0; list < lists_; list++) {
       unfinished_[list] = int(plan_.num_ranges(list % plan_.pairs));
@@ -131,7 +131,7 @@ class Merge {
 
   const sparsekv_partial_attention_call& call_;
   const Plan& plan_;
-  const float* const partials_;
+  const float* partials_ = nullptr;
   const int64_t rows_of_piece_, pieces_;  // of a list
   int64_t first_pass_ = 0, lists_ = 0;
   std::vector<std::atomic<int>> unfinished_;  // ranges of each list

@@ -521,6 +521,30 @@ def test_several_sets_of_keys_are_one_job() -> None:
             assert_equal((out[i], lse[i]), cpu.partial_attention(**usual, row_table=table))
 
 
+def test_sets_of_keys_of_any_size_are_computed_together_as_each_alone() -> None:
+    """The first of one row and head, so that its partial results wait for its last task while the
+    others are computed.
+    """
+    library.set_num_threads(3)
+    query = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(3))
+    cases = []
+    for segments in (9, 0, 2, 1):
+        case = make_case(seed=segments, segments=segments, tokens=700 if segments == 9 else 9)
+        key, value = case["key"][:, :1, :1], case["value"][:, :1, :1]
+        cases.append((key, value, case["positions"], None))
+    out, lse = torch.full((4, 1, 2, 40, 16), POISON), torch.full((4, 1, 2, 40), POISON)
+    words = Words(1)
+    prepared = PreparedAttentionJob(query, cases, 0.25, out=out, lse=lse)
+    for turn in range(1, 21):
+        out.fill_(POISON)
+        job = prepared.submit(6300, (words.flag(0), turn), (words.done(0), turn))
+        words.flag(0).set(turn)
+        job.wait(HANG)
+        for i, (key, value, positions, _) in enumerate(cases):
+            alone = cpu.partial_attention(query, key, value, positions, 0.25, query_start=6300)
+            assert_equal((out[i], lse[i]), alone)
+
+
 def test_a_job_that_is_not_done_leaves_nan() -> None:
     key, value, positions = (CASE[name] for name in ("key", "value", "positions"))
     out, lse = torch.full((1, 2, 4, 1, 16), POISON), torch.full((1, 2, 4, 1), POISON)

@@ -94,10 +94,36 @@ void as_a_job_equals_at_once(const char* isa, int32_t dtype) {
   for (const int64_t job : jobs) CHECK(sparsekv_job_release(job) == SPARSEKV_OK);
 }
 
+// Calls of one job are one loop of the pool.
+void several_in_a_job_equal_each_alone(const char* isa, int32_t dtype) {
+  if (sparsekv_set_isa(isa) != SPARSEKV_OK) return;
+  Case given(dtype);
+  std::vector<float> want[3], got[3];
+  sparsekv_partial_attention_call calls[3];
+  CHECK(sparsekv_set_threads(3) == SPARSEKV_OK);
+  for (int n = 0; n < 3; n++) {
+    given.call.num_segments = n + 1;
+    auto call = given.into(want[n]);
+    CHECK(sparsekv_partial_attention(&call) == SPARSEKV_OK);
+    calls[n] = given.into(got[n]);
+  }
+  Words words;
+  int64_t job;
+  const sparsekv_signal signal = words.signal();
+  CHECK(sparsekv_submit_partial_attention(calls, 3, &signal, &job) == SPARSEKV_OK);
+  words.set();
+  CHECK(words.wait_for_done() == SPARSEKV_JOB_DONE);
+  for (int n = 0; n < 3; n++) CHECK(got[n] == want[n]);
+  CHECK(sparsekv_job_release(job) == SPARSEKV_OK);
+}
+
 }  // namespace
 
 void test_attention() {
   for (const char* isa : {"avx512", "avx2", "portable"}) {
-    for (int32_t dtype = 0; dtype < 3; dtype++) as_a_job_equals_at_once(isa, dtype);
+    for (int32_t dtype = 0; dtype < 3; dtype++) {
+      as_a_job_equals_at_once(isa, dtype);
+      several_in_a_job_equal_each_alone(isa, dtype);
+    }
   }
 }
