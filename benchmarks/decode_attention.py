@@ -36,10 +36,6 @@ _USUAL_SHARE = 0.7
 _PLACED, _BORROWED_SHARES = 0.5, (0.5, 0.6, 0.7, 0.8, 0.9)
 """One placement, and the shares of the steps over it."""
 
-_MODEL_LAYERS = 24
-"""Of the whole model: enough that what a step takes before its first layer is small beside them, as
-it is beside 48; and few enough for weights and three caches."""
-
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -151,7 +147,6 @@ def _measure_part(
     fastest = best([row for row in rows if row.items() >= case.known.items()])
     share = _USUAL_SHARE if fastest is None else fastest["share"]
     few = case.with_layers(point.baseline_layers)
-    some = case.with_layers(_MODEL_LAYERS)
     measures: dict[str, Callable[[], Iterable[Row]]] = {
         "sweep": lambda: sweep(case, arguments.shares or point.shares, rounds, ceilings),
         "baselines": lambda: baselines(few, rounds, ceilings),
@@ -159,14 +154,14 @@ def _measure_part(
         "short": lambda: short(case, sizes.short_rounds),
         "steps": lambda: steps(case, share, sizes.num_steps, ceilings),
         "ablations": lambda: ablations(case, share, rounds, ceilings),
-        "model": lambda: model_rows(some, _shares_up_to(share), rounds, is_quick, ceilings),
+        "model": lambda: model_rows(case, _shares_up_to(share), rounds, is_quick, ceilings),
     }
     return unless_memory_is_short({**case.known, "part": part}, measures[part])
 
 
 def _shares_up_to(share: float) -> list[float]:
     """The share that is best for attention alone, and smaller ones."""
-    return sorted({round(max(0.0, share - less), 2) for less in (0.0, 0.05, 0.1, 0.15, 0.2)})
+    return sorted({round(max(0.0, share - less), 2) for less in (0.0, 0.05, 0.1)})
 
 
 def _line(row: Row) -> str:
