@@ -5,10 +5,9 @@ Decides shares from four measured numbers; how they are measured is left to othe
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from sparsekv.checks import check_positive_int, check_share
+from sparsekv.checks import check_positive_int, check_rate, check_seconds, check_share
 from sparsekv.errors import LayoutError
 
 
@@ -38,10 +37,10 @@ class CostModel:
     """C_gpu: seconds of the accelerator's part that do not grow with the length."""
 
     def __post_init__(self) -> None:
-        _check_seconds("cpu_s_per_token", self.cpu_s_per_token)
-        _check_seconds("h2d_s_per_token", self.h2d_s_per_token)
-        _check_seconds("cpu_overhead_s", self.cpu_overhead_s)
-        _check_seconds("gpu_overhead_s", self.gpu_overhead_s)
+        check_seconds("cpu_s_per_token", self.cpu_s_per_token)
+        check_seconds("h2d_s_per_token", self.h2d_s_per_token)
+        check_seconds("cpu_overhead_s", self.cpu_overhead_s)
+        check_seconds("gpu_overhead_s", self.gpu_overhead_s)
         if self.cpu_s_per_token == 0 and self.h2d_s_per_token == 0:
             raise LayoutError(
                 "cpu_s_per_token=0 and h2d_s_per_token=0: one of the two must cost something, or "
@@ -73,8 +72,8 @@ class CostModel:
         check_positive_int(
             "bytes_per_token", bytes_per_token, "give batch x KVGeometry.bytes_per_token_per_layer"
         )
-        _check_bandwidth("cpu_gbs", cpu_gbs)
-        _check_bandwidth("h2d_gbs", h2d_gbs)
+        check_rate("cpu_gbs", cpu_gbs)
+        check_rate("h2d_gbs", h2d_gbs)
         return cls(
             cpu_s_per_token=bytes_per_token / (cpu_gbs * 1e9),
             h2d_s_per_token=bytes_per_token / (h2d_gbs * 1e9),
@@ -152,26 +151,6 @@ class CostModel:
             return initial_share
         later = num_tokens - initial_tokens
         return (initial_share * initial_tokens + self.marginal_share * later) / num_tokens
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_seconds(name: str, value: float) -> None:
-    if not _is_number(value) or value < 0:
-        raise LayoutError(
-            f"{name}={value!r}: must be a finite number of seconds, 0 or more; measure again, for "
-            "only a clock that jumped or a rate of zero gives another"
-        )
-
-
-def _check_bandwidth(name: str, value: float) -> None:
-    if not _is_number(value) or value <= 0:
-        raise LayoutError(
-            f"{name}={value!r}: must be a finite rate above 0, in 1e9 bytes/s; measure again with "
-            "more bytes, or give the specified rate"
-        )
 
 
 def _check_tokens(name: str, value: int) -> None:
