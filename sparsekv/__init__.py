@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sparsekv.engine import CacheConfig
     from sparsekv.format import KVGeometry, PartitionSpec
     from sparsekv.models.patch import patch
-    from sparsekv.roofline import CostModel, ShareRouter
+    from sparsekv.roofline import CostModel, MachineProfile, ShareRouter
 
 __version__ = "0.1.0"
 
@@ -38,6 +38,7 @@ __all__ = [
     "InplaceKVCache",
     "KVGeometry",
     "LayoutError",
+    "MachineProfile",
     "PartitionSpec",
     "ShareRouter",
     "SparseKVError",
@@ -53,6 +54,7 @@ _HOME = {
     "CostModel": "sparsekv.roofline",
     "InplaceKVCache": "sparsekv.cache",
     "KVGeometry": "sparsekv.format",
+    "MachineProfile": "sparsekv.roofline",
     "PartitionSpec": "sparsekv.format",
     "ShareRouter": "sparsekv.roofline",
     "merge_partials": "sparsekv.attention",

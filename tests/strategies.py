@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from sparsekv.format import KVGeometry, PartitionSpec
-from sparsekv.roofline import CostModel
+from sparsekv.roofline import CostModel, MachineProfile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -61,6 +61,34 @@ def cost_models(draw):
     return CostModel(
         cpu_s_per_token=draw(costs),
         h2d_s_per_token=draw(costs),
+        cpu_overhead_s=draw(overheads),
+        gpu_overhead_s=draw(overheads),
+    )
+
+
+rates = st.floats(-2, 4).map(lambda exponent: 10**exponent)
+"""From 1e7 to 1e13 bytes/s, or as many operations a byte as no model needs."""
+
+
+@st.composite
+def machines(draw):
+    """Machines whose every rate may be a hundredth or ten thousand."""
+    counts = st.integers(1, 2**50)
+    overheads = st.one_of(st.just(0.0), st.floats(0, 1e-2))
+    return MachineProfile(
+        name=draw(st.text(min_size=1, max_size=8)),
+        cpu_read_gbs=draw(rates),
+        cpu_tflops=draw(rates),
+        cpu_shared_kv_tflops=draw(st.one_of(st.none(), rates)),
+        h2d_gbs=draw(rates),
+        d2h_gbs=draw(rates),
+        direct_read_gbs=draw(rates),
+        gather_gbs=draw(rates),
+        hbm_gbs=draw(rates),
+        ram_bytes=draw(counts),
+        vram_bytes=draw(counts),
+        num_threads=draw(counts),
+        reads_pinned_at_full_speed=draw(st.booleans()),
         cpu_overhead_s=draw(overheads),
         gpu_overhead_s=draw(overheads),
     )

@@ -195,6 +195,7 @@ def test_public_names() -> None:
         "InplaceKVCache",
         "KVGeometry",
         "LayoutError",
+        "MachineProfile",
         "PartitionSpec",
         "ShareRouter",
         "SparseKVError",

@@ -1,6 +1,8 @@
 """How much goes where. Numbers only: no tensor, no device."""
 
 from sparsekv.roofline.cost_model import CostModel
+from sparsekv.roofline.machine import MachineProfile, flops_per_byte
+from sparsekv.roofline.machines import PRESETS
 from sparsekv.roofline.router import ShareRouter
 
-__all__ = ["CostModel", "ShareRouter"]
+__all__ = ["PRESETS", "CostModel", "MachineProfile", "ShareRouter", "flops_per_byte"]
