@@ -129,13 +129,18 @@ class MachineProfile:
         Raises:
             LayoutError: no object, a field that is missing or unknown, or a value that is refused.
         """
+        if not isinstance(data, Mapping):
+            raise LayoutError(
+                f"machine profile of type {type(data).__name__}: must be an object with the fields "
+                "of MachineProfile; write it with to_json"
+            )
         names = {field.name for field in fields(cls)}
         needed = {field.name for field in fields(cls) if field.default is MISSING}
-        if not isinstance(data, Mapping) or not needed <= data.keys() <= names:
-            given = sorted(map(str, data)) if isinstance(data, Mapping) else data
+        missing, unknown = sorted(needed - data.keys()), sorted(map(str, data.keys() - names))
+        if missing or unknown:
             raise LayoutError(
-                f"machine profile {given!r}: must have the fields {', '.join(sorted(needed))}, and "
-                f"of others only {', '.join(sorted(names - needed))}; write it with to_json"
+                f"machine profile that lacks {missing} and has {unknown} besides: must have the "
+                "fields of MachineProfile and no other; write it with to_json"
             )
         return cls(**data)
 
