@@ -33,6 +33,15 @@ def check_share(name: str, value: object) -> None:
         )
 
 
+def check_tokens(name: str, value: object) -> None:
+    """Raise unless `value` is an int of 0 or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise LayoutError(
+            f"{name}={value!r}: must be a whole number, 0 or more; count the placed tokens of one "
+            "sequence"
+        )
+
+
 def check_seconds(name: str, value: object) -> None:
     """Raise unless `value` is a finite number of seconds, 0 or more."""
     if not is_finite(value) or value < 0:

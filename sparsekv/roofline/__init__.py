@@ -2,15 +2,18 @@
 
 from sparsekv.roofline.cost_model import CostModel
 from sparsekv.roofline.cost_tracker import CostTracker
+from sparsekv.roofline.least_squares import CalibrationPoint, fit
 from sparsekv.roofline.machine import MachineProfile, flops_per_byte
 from sparsekv.roofline.machines import PRESETS
 from sparsekv.roofline.router import ShareRouter
 
 __all__ = [
     "PRESETS",
+    "CalibrationPoint",
     "CostModel",
     "CostTracker",
     "MachineProfile",
     "ShareRouter",
+    "fit",
     "flops_per_byte",
 ]

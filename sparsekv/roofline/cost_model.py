@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparsekv.checks import check_positive_int, check_rate, check_seconds, check_share
+from sparsekv.checks import check_positive_int, check_rate, check_seconds, check_share, check_tokens
 from sparsekv.errors import LayoutError
 
 
@@ -117,7 +117,7 @@ class CostModel:
         Raises:
             LayoutError: a negative length.
         """
-        _check_tokens("num_tokens", num_tokens)
+        check_tokens("num_tokens", num_tokens)
         slack_s = self.gpu_overhead_s - self.cpu_overhead_s
         if slack_s == 0:
             return self.marginal_share
@@ -141,7 +141,7 @@ class CostModel:
             LayoutError: a share outside [0, 1], a negative length, or L below L0.
         """
         _check_placed(initial_share, initial_tokens, "initial_share", "initial_tokens")
-        _check_tokens("num_tokens", num_tokens)
+        check_tokens("num_tokens", num_tokens)
         if num_tokens < initial_tokens:
             raise LayoutError(
                 f"num_tokens={num_tokens}: must be at least initial_tokens={initial_tokens}, since "
@@ -153,16 +153,8 @@ class CostModel:
         return (initial_share * initial_tokens + self.marginal_share * later) / num_tokens
 
 
-def _check_tokens(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise LayoutError(
-            f"{name}={value!r}: must be a whole number, 0 or more; count the placed tokens of one "
-            "sequence"
-        )
-
-
 def _check_placed(
     share: float, num_tokens: int, share_name: str = "share", tokens_name: str = "num_tokens"
 ) -> None:
     check_share(share_name, share)
-    _check_tokens(tokens_name, num_tokens)
+    check_tokens(tokens_name, num_tokens)
