@@ -1,5 +1,6 @@
 """How much goes where. Numbers only: no tensor, no device."""
 
+from sparsekv.roofline.calibration import Calibration, ProfileKey, profile_folder
 from sparsekv.roofline.cost_model import CostModel
 from sparsekv.roofline.cost_tracker import CostTracker
 from sparsekv.roofline.least_squares import CalibrationPoint, fit
@@ -9,11 +10,14 @@ from sparsekv.roofline.router import ShareRouter
 
 __all__ = [
     "PRESETS",
+    "Calibration",
     "CalibrationPoint",
     "CostModel",
     "CostTracker",
     "MachineProfile",
+    "ProfileKey",
     "ShareRouter",
     "fit",
     "flops_per_byte",
+    "profile_folder",
 ]
