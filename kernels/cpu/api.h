@@ -6,7 +6,7 @@
 #define SPARSEKV_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Counted up when anything below changes its meaning; checked by who loads the library.
-#define SPARSEKV_INTERFACE 4
+#define SPARSEKV_INTERFACE 5
 
 enum {
   SPARSEKV_OK = 0,
@@ -97,13 +97,15 @@ SPARSEKV_EXPORT int32_t sparsekv_threads(void);
 // Number of threads from now on; 0: the default number. Waits for jobs that run, not for others.
 SPARSEKV_EXPORT int32_t sparsekv_set_threads(int32_t threads);
 
-// When a job starts, and what it writes when it ends: first NaN if it is not done, then the status,
-// then the flag. All is aligned to 4 bytes, in any mapped memory; it must stay until the job has
-// ended.
+// When a job starts, and what it writes when it ends: first when it ran, and NaN if it is not done,
+// then the status, then the flag. All is aligned to 4 bytes, and `ran` to 8, in any mapped memory;
+// it must stay until the job has ended.
 struct sparsekv_signal {
   const uint32_t* wait;  // starts when int32_t(*wait - wait_value) >= 0; null: at once
   uint32_t* done;        // becomes done_value, whatever the status is; null: nobody asks
   int32_t* status;       // becomes one of the numbers below; null: nobody asks
+  int64_t* ran;          // two: become when it began to run and when it ended, in nanoseconds of
+                         // the steady clock, 0 and 0 where it never ran; null: nobody asks
   float* unless_done;    // numbers that become NaN where the job fails or is cancelled; null: none
   int64_t num_unless_done;
   uint32_t wait_value;

@@ -7,7 +7,8 @@ bool is_valid(const sparsekv_signal& signal) {
                           reinterpret_cast<uintptr_t>(signal.done) |
                           reinterpret_cast<uintptr_t>(signal.status) |
                           reinterpret_cast<uintptr_t>(signal.unless_done);
-  return words % sizeof(uint32_t) == 0 && signal.num_unless_done >= 0;
+  return words % sizeof(uint32_t) == 0 && signal.num_unless_done >= 0 &&
+         reinterpret_cast<uintptr_t>(signal.ran) % sizeof(int64_t) == 0;
 }
 
 }  // namespace sparsekv

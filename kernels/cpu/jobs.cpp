@@ -15,6 +15,11 @@ std::atomic<int64_t> next_id{1};
 
 constexpr double kLongestWait = 1e6;  // seconds; the clock counts nanoseconds in 64 bits
 
+int64_t nanoseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
 // The rule of cuStreamWaitValue32 with GEQ: values may wrap around. Acquire: what was written
 // before the flag is read after it.
 bool is_set(const sparsekv_signal& signal) {
@@ -117,11 +122,13 @@ std::shared_ptr<Job> Jobs::take() {
 
 void Jobs::run(Job& job) {
   int32_t error;
+  job.began = nanoseconds();
   try {
     error = job.work();
   } catch (...) {  // the operations throw nothing else
     error = SPARSEKV_NO_MEMORY;
   }
+  job.ended = nanoseconds();
   std::function<int32_t()> finished;
   finished.swap(job.work);
   Lock lock(*this);
@@ -180,6 +187,10 @@ void Jobs::take_from_waiting(Waiting::iterator at) {
 void Jobs::end(Job& job, JobStatus status, int32_t error) {
   job.status = status;
   job.error = error;
+  if (job.signal.ran) {
+    __atomic_store_n(job.signal.ran, job.began, __ATOMIC_RELAXED);
+    __atomic_store_n(job.signal.ran + 1, job.ended, __ATOMIC_RELEASE);
+  }
   if (status != JobStatus::done && job.signal.unless_done) {
     std::fill_n(job.signal.unless_done, job.signal.num_unless_done,
                 std::numeric_limits<float>::quiet_NaN());

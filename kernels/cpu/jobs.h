@@ -1,4 +1,5 @@
-// Operations that wait for a flag, and that tell by a status and another flag how they ended.
+// Operations that wait for a flag, and that tell by a status and another flag how they ended, and
+// when they ran.
 //
 // A job is waiting, then running, then ended. It leaves the first state once, under the mutex, by
 // the hand of the thread that will run it or of whoever cancels it; that one also ends it. So each
@@ -24,6 +25,7 @@ struct Job {
   std::function<int32_t()> work;  // SPARSEKV_OK or what went wrong; it may throw
   sparsekv_signal signal;
   int64_t id;
+  int64_t began = 0, ended = 0;  // to run; of the thread that runs it
   JobStatus status = JobStatus::unended;  // this and `error` under the mutex of the jobs
   int32_t error = SPARSEKV_OK;
 };

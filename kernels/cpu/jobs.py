@@ -45,7 +45,7 @@ __all__ = [
 _NO_THREAD = 8
 _SLICE_SECONDS = 0.05  # Python looks for signals between waits of this length
 
-# Tensors that jobs use, with the room for the library's number, which is 0 until there is a job.
+# Tensors that jobs use, with what the library writes of them: a number, 0 until there is a job.
 # They are here before the library has them, and leave only after it has said that the job ended,
 # whatever interrupts Python meanwhile.
 _in_use: dict[int, tuple[Any, ...]] = {}
@@ -100,9 +100,18 @@ class Signal(ctypes.Structure):
     """struct sparsekv_signal of api.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("wait", "done", "status", "unless_done")),
+        *((name, ctypes.c_void_p) for name in ("wait", "done", "status", "ran", "unless_done")),
         ("num_unless_done", ctypes.c_int64),
         *((name, ctypes.c_uint32) for name in ("wait_value", "done_value")),
+    )
+
+
+class _Room(ctypes.Structure):
+    """What the library writes of one job."""
+
+    _fields_ = (
+        ("number", ctypes.c_int64),  # 0: it has no such job
+        *((name, ctypes.c_int64) for name in ("began_ns", "ended_ns")),
     )
 
 
@@ -116,7 +125,7 @@ class Job:
 
     def __init__(
         self,
-        room: ctypes.c_int64,
+        room: _Room,
         results: tuple[Tensor, ...],
         error_of: Callable[[int], SparseKVError],
     ) -> None:
@@ -127,7 +136,7 @@ class Job:
 
     @property
     def _number(self) -> int:
-        return self._room.value
+        return int(self._room.number)
 
     @property
     def status(self) -> JobStatus:
@@ -137,6 +146,15 @@ class Job:
             CacheStateError: the job belongs to the process that this one was forked from.
         """
         return self._look(0.0)[0]
+
+    @property
+    def seconds(self) -> float | None:
+        """For how long the job ran, without its wait for the flag; None: it has not ended, or never
+        ran.
+        """
+        room = self._room
+        ended_ns = room.ended_ns  # is written after the other
+        return 1e-9 * (ended_ns - room.began_ns) if ended_ns else None
 
     def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """Results of the job, once it is done; can be interrupted, which leaves the job as it is.
@@ -314,12 +332,13 @@ def start(
     Raises:
         SparseKVError: it makes none.
     """
-    number = ctypes.c_int64()
-    _in_use[id(number)] = (number, *results, *uses)
-    job = Job(number, results, error_of)
+    room = _Room()
+    _in_use[id(room)] = (room, *results, *uses)
+    job = Job(room, results, error_of)
+    signal.ran = ctypes.addressof(room) + _Room.began_ns.offset
     try:
         # Ctrl-C may strike when the library has the job, and before Python knows what it returned.
-        code = submit(ctypes.byref(signal), ctypes.byref(number))
+        code = submit(ctypes.byref(signal), ctypes.byref(room))
         if code == _NO_THREAD:
             raise CapacityError(
                 "the system grants no thread to run jobs: allow more, or end others"
@@ -344,10 +363,10 @@ def _signal(
     )
 
 
-def _release(room: ctypes.c_int64) -> None:
-    if room.value:
+def _release(room: _Room) -> None:
+    if room.number:
         # One call cancels, waits and forgets: nothing can come between.
-        job_library().sparsekv_job_release(room.value)
+        job_library().sparsekv_job_release(room.number)
     _in_use.pop(id(room), None)
 
 

@@ -28,7 +28,7 @@ from sparsekv.kernels.cpu.build import (
 
 logger = logging.getLogger(__name__)
 
-_INTERFACE = 4  # SPARSEKV_INTERFACE of api.h
+_INTERFACE = 5  # SPARSEKV_INTERFACE of api.h
 _CHOICES = ("auto", "native", "torch")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of keys and values, in api.h
 

@@ -24,6 +24,9 @@ KeyPart = tuple[Tensor, Tensor, Tensor, Tensor | None]
 class PreparedAttentionJob:
     """Partial attention of one query to several sets of keys, one after the other: jobs that differ
     in what the query holds, in its position and in their flags. Not for several threads at a time.
+
+    Attributes:
+        num_queries, num_keys: of a sequence, in all sets.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class PreparedAttentionJob:
                     blocks=None,
                 )
             )
+        self.num_queries = query.shape[2]
+        self.num_keys = sum(key.shape[0] * key.shape[3] for key, *_ in parts)
         self._results, self._uses = (out, lse), tuple(uses)
         self._array = (type(calls[0]) * len(calls))(*calls)
         self._calls = list(self._array)  # the same memory

@@ -158,6 +158,30 @@ def test_flags_wrap_around(value: int, not_yet: list[int], enough: int) -> None:
     assert flag.value == enough % 2**32
 
 
+def test_a_job_tells_for_how_long_it_ran_and_not_for_how_long_it_waited() -> None:
+    words = Words(2)
+    jobs = [words.submit(i, LARGE) for i in range(2)]
+    time.sleep(0.3)
+    assert jobs[0].seconds is None
+    before = time.monotonic()
+    words.flag(0).set(1)
+    jobs[0].wait(HANG)
+    assert 0 < (jobs[0].seconds or 0) <= time.monotonic() - before
+    jobs[1].cancel()
+    assert jobs[1].seconds is None
+
+
+def test_a_job_of_many_keys_runs_longer_than_one_of_few() -> None:
+    words, count = Words(20), 10
+    jobs = [words.submit(i, CASE if i < count else LARGE) for i in range(2 * count)]
+    for i, job in enumerate(jobs):
+        words.flag(i).set(1)
+        job.wait(HANG)
+    seconds = [job.seconds or 0 for job in jobs]
+    assert min(seconds) > 0
+    assert min(seconds[:count]) < min(seconds[count:])
+
+
 def test_the_status_precedes_the_flag() -> None:
     count = 100
     words = Words(count)
@@ -271,6 +295,7 @@ def test_lists_are_read_after_the_flag_and_wrong_ones_fail() -> None:
         with pytest.raises(LayoutError, match="names a block that does not exist"):
             jobs[0].wait(HANG)
     assert jobs[0].status == words.status(0).value == JobStatus.FAILED
+    assert jobs[0].seconds is not None
     assert words.done(0).value == 5
     assert words.is_untouched(0)
     indices.copy_(torch.tensor([4, 0, 2]))

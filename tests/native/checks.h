@@ -21,15 +21,19 @@ struct Words {
   uint32_t wait = 0;
   uint32_t done = 0;
   int32_t status = -1;
+  int64_t ran[2] = {-1, -1};
 
   sparsekv_signal signal(uint32_t wait_value = 1, uint32_t done_value = 1) {
-    return {&wait, &done, &status, nullptr, 0, wait_value, done_value};
+    return {&wait, &done, &status, ran, nullptr, 0, wait_value, done_value};
   }
   void set(uint32_t value = 1) { sparsekv_store_flag(&wait, value); }
-  // Returns the status, which precedes the flag.
+  // Returns the status, which precedes the flag, as does when the job ran.
   int32_t wait_for_done(uint32_t value = 1) const {
     while (sparsekv_load_flag(&done) != value) std::this_thread::yield();
-    return __atomic_load_n(&status, __ATOMIC_RELAXED);
+    const int32_t ended = __atomic_load_n(&status, __ATOMIC_RELAXED);
+    if (ended == SPARSEKV_JOB_CANCELLED) CHECK(ran[0] == 0 && ran[1] == 0);
+    if (ended != SPARSEKV_JOB_CANCELLED) CHECK(0 < ran[0] && ran[0] <= ran[1]);
+    return ended;
   }
 };
 

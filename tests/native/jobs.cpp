@@ -100,7 +100,7 @@ void no_flag_is_read_after_cancelling() {
         },
         words->signal());
     CHECK(n % 2 ? pool.jobs().cancel(entry.id) : pool.jobs().release(entry.id));
-    CHECK(words->done == 1 && words->status == SPARSEKV_JOB_CANCELLED);
+    CHECK(words->wait_for_done() == SPARSEKV_JOB_CANCELLED);
     munmap(page, 4096);
   }
   CHECK(entry.result == 0);
@@ -114,7 +114,7 @@ void failures_are_told() {
       pool.submit([]() -> int32_t { throw std::bad_alloc(); }, words[0].signal());
   CHECK(words[0].wait_for_done() == SPARSEKV_JOB_FAILED);
   const int64_t refused =
-      pool.submit([] { return int32_t(SPARSEKV_BAD_ROW); }, {nullptr, nullptr, nullptr, 0, 0});
+      pool.submit([] { return int32_t(SPARSEKV_BAD_ROW); }, {});
   CHECK(wait(pool, thrown) == JobStatus::failed && wait(pool, refused) == JobStatus::failed);
   CHECK(pool.jobs().release(refused) && !pool.jobs().release(refused));
 }
