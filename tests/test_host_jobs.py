@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import textwrap
+import time
 import weakref
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from harness import Twin, accelerators, build, geometry, new_tokens, spec
 from simulated_streams import LateCaller
 from test_step import TOLERANCE, assert_attends, assert_redone_after_ctrl_c, whole
 
-from sparsekv.attention import HostCalls, HostJobs, host_jobs
+from sparsekv.attention import HostCalls, HostJobs, Recent, host_jobs, timings
 from sparsekv.engine import attend
 from sparsekv.errors import CacheStateError
 from sparsekv.kernels import dispatch
@@ -99,6 +100,61 @@ def test_buffers_that_would_be_too_large_are_not_made(device, monkeypatch):
     assert twin.cache.companion.host._host.numel() == 0
 
 
+# Timings
+
+
+def timed(twin):
+    """What has been noted of the CPU, in all layers of the steps so far."""
+    twin.cache.companion.synchronize()
+    return twin.cache.companion.timings.cpu.take()
+
+
+@pytest.mark.parametrize("are_jobs", [True, False])
+def test_the_time_of_each_part_is_noted_with_its_tokens(device, are_jobs, monkeypatch):
+    if not are_jobs:
+        monkeypatch.setattr(host_jobs, "attention_jobs", lambda: None)
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    step(twin)
+    timed(twin)
+    expected, start = [], time.monotonic()
+    for _ in range(20):
+        twin.append(1, flush=False)
+        expected += 2 * [sum(view.num_tokens for view in twin.cache.step_views(0).unpinned)]
+        assert_attends(twin, 1)
+    found = timed(twin)
+    assert [timing.num_tokens for timing in found] == expected
+    assert min(timing.seconds for timing in found) > 0
+    assert sum(timing.seconds for timing in found) <= time.monotonic() - start
+    assert timed(twin) == []
+
+
+def test_what_is_borrowed_counts_as_the_cpus(device):
+    twin = Twin(build(share=0.5, device=device, step_share=1))
+    twin.append(30)
+    step(twin)
+    assert [timing.num_tokens for timing in timed(twin)] == [28]
+
+
+@pytest.mark.parametrize("are_jobs", [True, False])
+def test_attention_of_several_queries_says_nothing_of_a_step(device, are_jobs, monkeypatch):
+    if not are_jobs:
+        monkeypatch.setattr(host_jobs, "attention_jobs", lambda: None)
+    twin = Twin(build(share=0.5, device=device))
+    twin.append(30)
+    step(twin, num_queries=2)
+    assert timed(twin) == []
+
+
+def test_the_latest_timings_are_kept(device, monkeypatch):
+    monkeypatch.setattr(timings, "_MOST_KEPT", 3)
+    twin = Twin(build(share=1, device=device))
+    for length in (4, 4, 4, 4, 4):
+        twin.append(length)
+        step(twin)
+    assert [timing.num_tokens for timing in timed(twin)] == [12, 16, 20]
+
+
 # Failures
 
 
@@ -118,8 +174,10 @@ def test_a_cancelled_job_gives_nan_and_an_error_at_the_next_step(device, no_call
         found, expected = step(twin)
     assert found.isnan().all()
     assert not expected.isnan().any()
+    timed(twin)  # of the first one
     with pytest.raises(CacheStateError, match="cancelled"):
         step(twin)
+    assert timed(twin) == []
     found, expected = step(twin)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
     twin.check()
@@ -195,7 +253,7 @@ def test_what_a_failed_step_leaves_does_not_end_an_earlier_wait():
         twin.append(4000)
         cache, query = twin.cache, torch.randn(2, 4, 1, 4)
         expected = whole(twin, 0, query, 0.3)
-        host, unpinned = HostJobs(cache.registrar), cache.views(0).unpinned
+        host, unpinned = HostJobs(cache.registrar, Recent()), cache.views(0).unpinned
         question = host_jobs.Question(
             query=query, softmax_scale=0.3, query_start=3999, key_mask=None, mask=None
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsekv.attention.host import HostAttention, HostCalls
 from sparsekv.attention.host_jobs import HostJobs, Room
+from sparsekv.attention.timings import Timings
 from sparsekv.device import Stream
 from sparsekv.errors import LayoutError
 from sparsekv.format import KVView, joined
@@ -74,14 +75,17 @@ class DecodeAttention:
 
     Attributes:
         host: what attends on the CPU, for split attention too.
+        timings: what recent steps took, to be taken from there.
     """
 
     def __init__(self, registrar: Registrar, ping_pong: PingPong, bytes_per_token: int) -> None:
         self._accelerator = registrar.accelerator
         self._ping_pong = ping_pong
         self._bytes_per_token = bytes_per_token
-        self._host = HostJobs(registrar) if self._accelerator.has_flags else None
-        self.host: HostAttention = self._host or HostCalls()
+        self.timings = Timings()
+        cpu = self.timings.cpu
+        self._host = HostJobs(registrar, cpu) if self._accelerator.has_flags else None
+        self.host: HostAttention = self._host or HostCalls(cpu)
         self._ops = decode_ops_for(self._accelerator.device)
         self._layers: dict[int, _Layer] = {}
         self._answers: dict[int, _Answer] = {}

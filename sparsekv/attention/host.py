@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sparsekv.attention.timings import Recent
 from sparsekv.format.views import KVView
 from sparsekv.kernels.dispatch import partial_attention_for
 
@@ -67,14 +69,25 @@ class HostAttention(Protocol):
 
 
 class HostCalls:
-    """Attends on the calling thread, which waits for the query."""
+    """Attends on the calling thread, which waits for the query.
+
+    Args:
+        timings: where it is noted how long calls of one query took; None: nobody asks.
+    """
+
+    def __init__(self, timings: Recent | None = None) -> None:
+        self._timings = timings
 
     def begin(self, question: Question, parts: Sequence[KVView]) -> Callable[[], list[Partial]]:
         device = question.query.device
         on_host = question.to(torch.device("cpu"))  # first: later it would wait for other work
 
         def finish() -> list[Partial]:
+            start = perf_counter()
             results = [on_host.attend(part) for part in parts]
+            if self._timings is not None and question.query.shape[2] == 1:
+                num_tokens = sum(part.num_tokens for part in parts)
+                self._timings.note(num_tokens, perf_counter() - start)
             return [(out.to(device), lse.to(device)) for out, lse in results]
 
         return finish

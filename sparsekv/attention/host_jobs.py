@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.attention.host import HostCalls, Partial, Question
+from sparsekv.attention.timings import Recent
 from sparsekv.device import Stream
 from sparsekv.errors import SparseKVError
 from sparsekv.format.views import KVView
@@ -34,13 +35,17 @@ _MOST_BYTES = 64 << 20
 """Of registered buffers: longer prompts are attended by calls."""
 
 
+_Asked = tuple[Job, int]
+"""And how many keys one query is asked about; 0: several queries are."""
+
+
 @dataclass(slots=True)
 class _InFlight:
     """What must have ended before the buffers may be freed."""
 
-    begun: list[Job] = field(default_factory=list)
+    begun: list[_Asked] = field(default_factory=list)
     """Not awaited by a stream yet: their flag may never be set."""
-    awaited: deque[Job] = field(default_factory=deque)
+    awaited: deque[_Asked] = field(default_factory=deque)
     taker: Stream | None = None
     """Where the last results are taken."""
 
@@ -50,10 +55,15 @@ class HostJobs:
     for each other. What failed is raised by the next call; until then its results are NaN.
 
     `begin` does it all; a decode step takes its parts: `room`, `start`, `wait` and `take`.
+
+    Args:
+        registrar: where registered memory comes from.
+        timings: where it is noted how long jobs of one query ran.
     """
 
-    def __init__(self, registrar: Registrar) -> None:
+    def __init__(self, registrar: Registrar, timings: Recent) -> None:
         self._registrar = registrar
+        self._timings = timings
         self._accelerator = registrar.accelerator
         self._in_flight = _InFlight()
         self._flags: list[tuple[Flag, Tensor]] = []
@@ -79,7 +89,7 @@ class HostJobs:
         is_for_calls = question.mask is not None or question.query.dtype == torch.float64
         room = None if is_for_calls else self.room(question.query.shape, parts)
         if room is None or not self._has_mask_room(question.key_mask):
-            return HostCalls().begin(question, parts)
+            return HostCalls(self._timings).begin(question, parts)
         if self._device.numel() < room.size:
             self._device = self._accelerator.empty((self._host.numel(),), torch.float32)
         stream, device = self._accelerator.current_stream(), self._device[: room.size]
@@ -139,9 +149,8 @@ class HostJobs:
         """Let the CPU begin once the work of `stream` so far is done, which stores the query."""
         self._turn += 1
         (begin, word), (end, _) = self._flags[0], self._flag_of_turn()
-        self._in_flight.begun.append(
-            job.submit(query_start, (begin, self._turn), (end, self._turn))
-        )
+        submitted = job.submit(query_start, (begin, self._turn), (end, self._turn))
+        self._in_flight.begun.append((submitted, job.num_keys if job.num_queries == 1 else 0))
         stream.write_flag(word, self._turn)
 
     def wait(self, stream: Stream) -> None:
@@ -169,19 +178,26 @@ class HostJobs:
         """End what a failed step has begun, and wait for no flag of it."""
         begun = self._in_flight.begun
         while begun:
-            begun[-1].cancel()
+            job, _ = begun[-1]
+            job.cancel()
             with suppress(SparseKVError):
-                begun[-1].wait()
+                job.wait()
             begun.pop()
 
     def _let_go_of_ended(self) -> None:
         awaited = self._in_flight.awaited
-        while awaited and (status := awaited[0].status) != JobStatus.UNENDED:
+        while awaited:
+            job, num_tokens = awaited[0]
+            status = job.status
+            if status == JobStatus.UNENDED:
+                return
             if status != JobStatus.DONE:
                 try:
-                    awaited[0].wait()
+                    job.wait()
                 except SparseKVError as error:
                     self._error = error
+            elif num_tokens and (seconds := job.seconds) is not None:
+                self._timings.note(num_tokens, seconds)
             awaited.popleft()
 
     def _larger(self, buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor | None:
@@ -257,7 +273,7 @@ class Room:
 def _end(pid: int, in_flight: _InFlight) -> None:
     if os.getpid() != pid:
         return
-    for job in in_flight.begun:
+    for job, _ in in_flight.begun:
         with suppress(SparseKVError):  # at exit it may have been released already
             job.cancel()
     _wait_for_taker(in_flight)

@@ -1,0 +1,46 @@
+"""How long the engines took for their parts of recent steps, for who follows what they cost.
+
+Whoever attends notes a time once it is known; nobody waits for one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_MOST_KEPT = 1024
+"""More than a model has layers, so that nothing is lost where each step's are taken."""
+
+
+class Timing(NamedTuple):
+    """What one layer took in one step of one new token."""
+
+    num_tokens: int
+    """Tokens of a sequence that were attended to."""
+    seconds: float
+
+
+class Recent:
+    """The latest timings of one engine that nobody has taken; earlier ones are forgotten."""
+
+    def __init__(self) -> None:
+        self._timings: deque[Timing] = deque(maxlen=_MOST_KEPT)
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Add one."""
+        self._timings.append(Timing(num_tokens, seconds))
+
+    def take(self) -> list[Timing]:
+        """All of them, in the order in which they became known; they are forgotten."""
+        taken = list(self._timings)
+        self._timings.clear()
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Of both engines."""
+
+    cpu: Recent = field(default_factory=Recent)
+    """Of attention alone, without waiting for the query; of every layer."""
