@@ -302,7 +302,9 @@ def test_what_the_cpu_has_borrowed_is_not_written_again_before_it_has_read_it(ch
     cache, query = twin.cache, torch.randn(2, 4, 1, 4)
     cache.accelerator.current_stream().synchronize()
     views, expected = cache.step_views(0), whole(twin, 0, query, 0.3)
-    cache.companion = companion = DecodeAttention(cache.registrar, cache.ping_pong, 1)
+    cache.companion = companion = DecodeAttention(
+        cache.registrar, cache.ping_pong, cache.spec.geometry
+    )
     question = Question(query=query, softmax_scale=0.3, query_start=40, key_mask=None, mask=None)
     finish = companion.host.begin(question, views.unpinned)
     parts = [question.attend(part) for part in views.pinned + views.window] + finish()

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -104,6 +105,25 @@ def test_what_an_event_follows_is_done_when_it_has_come(accelerator):
     assert torch.equal(host[:500], torch.arange(500.0))
     stream.synchronize()
     assert torch.equal(host, torch.arange(1000.0))
+
+
+def test_timed_events_tell_the_time_between_them_again_and_again(accelerator):
+    host = host_buffer(accelerator, (1000,), torch.float32)
+    begin, end = accelerator.timed_event(), accelerator.timed_event()
+    stream, source = after_caller(accelerator), numbers(accelerator, 1000)
+    stream.synchronize()
+    for _ in range(2):
+        start = time.perf_counter()
+        stream.record_time(begin)
+        stream.copy_to_host(host, source)
+        stream.record_time(end)
+        if isinstance(accelerator, LateAccelerator):
+            assert not begin.has_come()
+            assert not end.has_come()
+        stream.synchronize()
+        assert begin.has_come()
+        assert end.has_come()
+        assert 0 < end.seconds_since(begin) <= time.perf_counter() - start
 
 
 def test_an_event_orders_two_streams(accelerator):

@@ -115,6 +115,9 @@ class _Room(ctypes.Structure):
     )
 
 
+_RAN_OFFSET = _Room.began_ns.offset
+
+
 class Job:
     """A submitted operation; made by the functions that submit.
 
@@ -136,7 +139,8 @@ class Job:
 
     @property
     def _number(self) -> int:
-        return int(self._room.number)
+        number: int = self._room.number
+        return number
 
     @property
     def status(self) -> JobStatus:
@@ -335,7 +339,7 @@ def start(
     room = _Room()
     _in_use[id(room)] = (room, *results, *uses)
     job = Job(room, results, error_of)
-    signal.ran = ctypes.addressof(room) + _Room.began_ns.offset
+    signal.ran = ctypes.addressof(room) + _RAN_OFFSET
     try:
         # Ctrl-C may strike when the library has the job, and before Python knows what it returned.
         code = submit(ctypes.byref(signal), ctypes.byref(room))

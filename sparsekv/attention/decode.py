@@ -17,10 +17,11 @@ from torch import Tensor
 
 from sparsekv.attention.host import HostAttention, HostCalls
 from sparsekv.attention.host_jobs import HostJobs, Room
+from sparsekv.attention.stopwatch import Stopwatch
 from sparsekv.attention.timings import Timings
 from sparsekv.device import Stream
 from sparsekv.errors import LayoutError
-from sparsekv.format import KVView, joined
+from sparsekv.format import KVGeometry, KVView, joined
 from sparsekv.kernels.dispatch import DecodeOps, PreparedAttentionJob, decode_ops_for
 from sparsekv.regions import LayerParts, PingPong, Registrar, Window
 from sparsekv.regions.ping_pong import Chunk
@@ -48,6 +49,8 @@ class _InPlace:
 
     views: Views = ()
     attends: list[Any] = field(default_factory=list)
+    num_tokens: int = 0
+    """Of a sequence."""
     num_bytes: int = 0
 
 
@@ -76,14 +79,18 @@ class DecodeAttention:
     Attributes:
         host: what attends on the CPU, for split attention too.
         timings: what recent steps took, to be taken from there.
+        reads_ahead: copy a layer's first chunks before its query is there; not so where a step's
+            time is to be that of all it reads.
     """
 
-    def __init__(self, registrar: Registrar, ping_pong: PingPong, bytes_per_token: int) -> None:
+    def __init__(self, registrar: Registrar, ping_pong: PingPong, geometry: KVGeometry) -> None:
         self._accelerator = registrar.accelerator
         self._ping_pong = ping_pong
-        self._bytes_per_token = bytes_per_token
+        self._bytes_per_token = geometry.bytes_per_token_per_layer
         self.timings = Timings()
-        cpu = self.timings.cpu
+        self.reads_ahead = True
+        cpu, gpu = self.timings.cpu, self.timings.gpu
+        self._stopwatch = Stopwatch(self._accelerator, gpu)
         self._host = HostJobs(registrar, cpu) if self._accelerator.has_flags else None
         self.host: HostAttention = self._host or HostCalls(cpu)
         self._ops = decode_ops_for(self._accelerator.device)
@@ -140,8 +147,13 @@ class DecodeAttention:
             self._prepare_pinned(ops, layer, query, parts.pinned)
         stream = self._asked(layer, query, parts) if parts.unpinned else None
         out = query.new_empty((*query.shape[:3], window.value.shape[4]), dtype=torch.float32)
+        is_timed = self._stopwatch.is_due(layer_idx)
+        if is_timed:
+            self._stopwatch.start()
         layer.attend(query, 0, parts.num_in_window, out)
-        self._attend_pinned(ops, layer, query, out)
+        num_in_place = self._attend_pinned(ops, layer, query, out)
+        if is_timed and num_in_place:
+            self._stopwatch.stop(num_in_place)
         self._load_ahead(*upcoming)
         if stream is not None:
             self._take(layer, out, stream)
@@ -231,7 +243,8 @@ class DecodeAttention:
             is_carried=is_carried,
         )
 
-    def _attend_pinned(self, ops: DecodeOps, layer: _Layer, query: Tensor, out: Tensor) -> None:
+    def _attend_pinned(self, ops: DecodeOps, layer: _Layer, query: Tensor, out: Tensor) -> int:
+        """The tokens that were not there ahead."""
         in_place = layer.in_place
         if layer.ahead and all(map(self._ping_pong.holds, layer.ahead)):
             in_place = layer.after_ahead
@@ -240,6 +253,7 @@ class DecodeAttention:
         for attend in in_place.attends:
             attend(query, 0, None, out)
         self._accelerator.h2d_bytes += in_place.num_bytes
+        return in_place.num_tokens
 
     def _of_chunk(self, ops: DecodeOps, query: Tensor, view: KVView) -> Any:
         """Attention to a chunk in one of the two buffers, whichever layer it is of."""
@@ -254,7 +268,7 @@ class DecodeAttention:
         free, and it stays so until that layer's query is there.
         """
         layer = self._layers.get(layer_idx)
-        if layer is not None and layer.pinned is pinned:
+        if self.reads_ahead and layer is not None and layer.pinned is pinned:
             for chunk in layer.ahead:
                 self._ping_pong.load(chunk)
 
@@ -280,6 +294,7 @@ class DecodeAttention:
         except LayoutError:
             in_place.attends = [self._prepared(ops, query, view, True) for view in views]
         in_place.views = views
+        in_place.num_tokens = sum(view.num_tokens for view in views)
         in_place.num_bytes = self._bytes_per_token * sum(
             view.num_tokens * view.batch_size for view in views
         )

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 _MOST_KEPT = 1024
 """More than a model has layers, so that nothing is lost where each step's are taken."""
 
-
-class Timing(NamedTuple):
-    """What one layer took in one step of one new token."""
-
-    num_tokens: int
-    """Tokens of a sequence that were attended to."""
-    seconds: float
+Timing = tuple[int, float]
+"""Tokens of a sequence that were attended to, and the seconds that it took: of one layer, in a step
+of one new token. A plain pair, which costs a step next to nothing.
+"""
 
 
 class Recent:
@@ -29,7 +25,7 @@ class Recent:
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Add one."""
-        self._timings.append(Timing(num_tokens, seconds))
+        self._timings.append((num_tokens, seconds))
 
     def take(self) -> list[Timing]:
         """All of them, in the order in which they became known; they are forgotten."""
@@ -44,3 +40,8 @@ class Timings:
 
     cpu: Recent = field(default_factory=Recent)
     """Of attention alone, without waiting for the query; of every layer."""
+    gpu: Recent = field(default_factory=Recent)
+    """Of attention to the window and the pinned region, in some layers of a step whose launches are
+    prepared. The tokens are those that were read in place: what was read ahead took the bus when it
+    was free, and takes no longer with the length.
+    """

@@ -9,7 +9,7 @@ from sparsekv.device.accelerator import Accelerator
 from sparsekv.device.choice import open_accelerator
 from sparsekv.device.cuda import CudaAccelerator, CudaStream
 from sparsekv.device.simulated import SimulatedAccelerator, SimulatedStream
-from sparsekv.device.stream import Event, Stream
+from sparsekv.device.stream import Event, Stream, TimedEvent
 
 __all__ = [
     "Accelerator",
@@ -19,5 +19,6 @@ __all__ = [
     "SimulatedAccelerator",
     "SimulatedStream",
     "Stream",
+    "TimedEvent",
     "open_accelerator",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsekv.device.stream import Stream
+from sparsekv.device.stream import Stream, TimedEvent
 
 
 class Accelerator(ABC):
@@ -49,6 +49,10 @@ class Accelerator(ABC):
     @abstractmethod
     def new_stream(self) -> Stream:
         """A stream beside the others."""
+
+    @abstractmethod
+    def timed_event(self) -> TimedEvent:
+        """An event to be recorded by streams; to be made once and used often."""
 
     @abstractmethod
     def register(self, address: int, num_bytes: int) -> None:

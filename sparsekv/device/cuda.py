@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.device.accelerator import Accelerator
-from sparsekv.device.stream import Event, Stream
+from sparsekv.device.stream import Event, Stream, TimedEvent
 from sparsekv.errors import CacheStateError, CapacityError, LayoutError
 
 _MEMHOSTREGISTER_PORTABLE, _MEMHOSTREGISTER_DEVICEMAP = 1, 2
@@ -61,6 +61,9 @@ class CudaAccelerator(Accelerator):
 
     def new_stream(self) -> Stream:
         return CudaStream(self, torch.cuda.Stream(self.device))
+
+    def timed_event(self) -> TimedEvent:
+        return _CudaTimedEvent()
 
     def register(self, address: int, num_bytes: int) -> None:
         status = self.call(
@@ -123,6 +126,10 @@ class CudaStream(Stream):
         event.record(self._stream)
         return event
 
+    def record_time(self, event: TimedEvent) -> None:
+        assert isinstance(event, _CudaTimedEvent)
+        event.event.record(self._stream)
+
     def wait(self, event: Event) -> None:
         if isinstance(event, torch.cuda.Event):
             event.wait(self._stream)
@@ -180,6 +187,20 @@ class CudaStream(Stream):
                 "out of order, or the host memory is not registered as one piece; restart the "
                 "process if other CUDA calls fail too"
             )
+
+
+class _CudaTimedEvent:
+    """An event of torch's, which makes the driver's when it is first recorded."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+
+    def has_come(self) -> bool:
+        return bool(self.event.query())
+
+    def seconds_since(self, earlier: TimedEvent) -> float:
+        assert isinstance(earlier, _CudaTimedEvent)
+        return 1e-3 * float(earlier.event.elapsed_time(self.event))
 
 
 class _HostEvent:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.device.accelerator import Accelerator
-from sparsekv.device.stream import Event, Stream
+from sparsekv.device.stream import Event, Stream, TimedEvent
 
 _LOOK_AGAIN_S = 20e-6
 
@@ -20,6 +20,27 @@ class _Done:
 
     def synchronize(self) -> None:
         pass
+
+
+class _SimulatedTimedEvent:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._time: float | None = None
+
+    def forget(self) -> None:
+        self._time = None
+
+    def come(self) -> None:
+        self._time = self._clock()
+
+    def has_come(self) -> bool:
+        return self._time is not None
+
+    def seconds_since(self, earlier: TimedEvent) -> float:
+        assert isinstance(earlier, _SimulatedTimedEvent)
+        assert self._time is not None
+        assert earlier._time is not None
+        return self._time - earlier._time
 
 
 class SimulatedStream(Stream):
@@ -32,6 +53,11 @@ class SimulatedStream(Stream):
 
     def record(self) -> Event:
         return _Done()
+
+    def record_time(self, event: TimedEvent) -> None:
+        assert isinstance(event, _SimulatedTimedEvent)
+        event.forget()
+        self._enqueue(event.come)
 
     def wait(self, event: Event) -> None:
         self._enqueue(event.synchronize)
@@ -60,11 +86,16 @@ class SimulatedStream(Stream):
 
 
 class SimulatedAccelerator(Accelerator):
-    """The CPU in the part of the accelerator."""
+    """The CPU in the part of the accelerator.
+
+    Attributes:
+        clock: tells the seconds of timed events that are made later.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.registered: dict[int, int] = {}
+        self.clock: Callable[[], float] = time.perf_counter
 
     @property
     def has_flags(self) -> bool:
@@ -75,6 +106,9 @@ class SimulatedAccelerator(Accelerator):
 
     def new_stream(self) -> Stream:
         return SimulatedStream(self)
+
+    def timed_event(self) -> TimedEvent:
+        return _SimulatedTimedEvent(self.clock)
 
     def register(self, address: int, num_bytes: int) -> None:
         self.registered[address] = num_bytes

@@ -22,6 +22,18 @@ class Event(Protocol):
         """Return when everything before it is done."""
 
 
+class TimedEvent(Protocol):
+    """A point in a stream's work that tells when it was reached; `Stream.record_time` says which,
+    any number of times.
+    """
+
+    def has_come(self) -> bool:
+        """Whether everything before it is done; waits for nothing."""
+
+    def seconds_since(self, earlier: TimedEvent) -> float:
+        """The time between two events of one accelerator that have come."""
+
+
 class Stream(ABC):
     """One queue of work. Enqueueing returns at once; the tensors that it names must stay as they
     are, and alive, until the work is done.
@@ -56,6 +68,10 @@ class Stream(ABC):
     @abstractmethod
     def record(self) -> Event:
         """An event after all work so far."""
+
+    @abstractmethod
+    def record_time(self, event: TimedEvent) -> None:
+        """Let an event of `Accelerator.timed_event` come after all work so far, and not before."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
