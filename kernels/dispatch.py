@@ -205,6 +205,11 @@ def attention_jobs() -> type[PreparedAttentionJob] | None:
     return None if native_library() is None else PreparedAttentionJob
 
 
+def num_attending_threads() -> int:
+    """Threads of the CPU's partial attention."""
+    return cpu.backend().num_threads
+
+
 def copy_jobs() -> Callable[..., Job] | None:
     """What submits the copy of a segment to its place as a job; None as above."""
     return None if native_library() is None else jobs.submit_copy

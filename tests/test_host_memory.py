@@ -105,6 +105,20 @@ def test_the_environment_replaces_the_machines_total(monkeypatch):
         memory.available_bytes()
 
 
+def test_the_total_is_the_machines_or_the_containers_limit(monkeypatch, fake_root):
+    found = SimpleNamespace(available=GIB, total=12 * GIB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: found)
+    monkeypatch.delenv("SPARSEKV_HOST_MEMORY", raising=False)
+    assert memory.total_bytes() == 12 * GIB, "what others use counts too"
+    monkeypatch.setenv("SPARSEKV_HOST_MEMORY", "100GiB")
+    assert memory.total_bytes() == 100 * GIB
+    write(fake_root / "proc/self", cgroup="0::/a/b\n")
+    root = fake_root / "sys/fs/cgroup"
+    write(root / "a", memory__max=f"{8 * GIB}\n")
+    write(root / "a/b", memory__max="max\n")
+    assert memory.total_bytes() == 8 * GIB
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

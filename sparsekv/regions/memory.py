@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -192,11 +193,17 @@ def available_bytes() -> int:
     `SPARSEKV_HOST_MEMORY` (bytes, or with a unit such as `120GiB`) replaces the machine's own
     figure of its total, for virtual machines whose memory grows only as it is used.
     """
-    available = psutil.virtual_memory().available
-    if total := os.environ.get("SPARSEKV_HOST_MEMORY"):
-        used = psutil.virtual_memory().total - available
-        available = parse_bytes(total) - used
+    memory = psutil.virtual_memory()
+    available = memory.available + _machine_bytes(memory.total) - memory.total
     return max(min(available, _cgroup_available()) - RESERVED_BYTES, 0)
+
+
+def total_bytes() -> int:
+    """Host memory that this process could have if nobody else used any: the machine's, as above, or
+    what its container allows.
+    """
+    limits = [_group_limit(folder / names[0]) for folder, names in _groups()]
+    return min(_machine_bytes(psutil.virtual_memory().total), *limits, _UNLIMITED)
 
 
 def check_available(num_bytes: int, what: str) -> None:
@@ -229,19 +236,32 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
 
 
+def _machine_bytes(total: int) -> int:
+    """The machine's memory: `total`, or what the environment says instead."""
+    told = os.environ.get("SPARSEKV_HOST_MEMORY")
+    return parse_bytes(told) if told else total
+
+
 def _cgroup_available() -> int:
     """Bytes left under the memory limits of this process's control groups; a large number without
     one.
 
     File cache that nobody uses counts as free: the kernel drops it before it kills.
     """
+    left = (_group_available(folder, *names) for folder, names in _groups())
+    return min(left, default=_UNLIMITED)
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """This process's control groups and those above them, and the names of their files of the
+    limit, of the usage and of the file cache in it.
+    """
     try:
         entries = [
             line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()
         ]
     except OSError:
-        return _UNLIMITED
-    left = _UNLIMITED
+        return
     for _, controllers, path in entries:
         if controllers == "":
             root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
@@ -252,21 +272,24 @@ def _cgroup_available() -> int:
             continue
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
-            left = min(left, _group_available(folder, *names))
+            yield folder, names
             if folder == root:
                 break
-    return left
 
 
 def _group_available(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int:
+    limit = _group_limit(folder / limit_name)
     try:
-        limit, usage = (
-            (folder / limit_name).read_text().strip(),
-            int((folder / usage_name).read_text()),
-        )
+        usage = int((folder / usage_name).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return _UNLIMITED
-    if not limit.isdigit() or int(limit) >= _UNLIMITED:
+    return _UNLIMITED if limit == _UNLIMITED else limit - usage + int(stat.get(cache_name, 0))
+
+
+def _group_limit(file: Path) -> int:
+    try:
+        limit = file.read_text().strip()
+    except OSError:
         return _UNLIMITED
-    return int(limit) - usage + int(stat.get(cache_name, 0))
+    return min(int(limit), _UNLIMITED) if limit.isdigit() else _UNLIMITED
