@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.csa.cache import CompressedCache, Mark
 from sparsekv.engine.config import CacheConfig
+from sparsekv.engine.costs import cost_of
 from sparsekv.errors import CacheStateError, LayoutError, UnsupportedModelError
 from sparsekv.format.compressed import CompressedGeometry
 from sparsekv.models.owned_cache import OwnedCache, as_indices
@@ -86,6 +87,16 @@ class CompressedStore:
         """An empty cache as the config says."""
         spec = self.config.entry_spec(self.geometry, batch_size)
         router, pool = self.config.router(), self.owner.pool
+        if self.config.profile is not None:
+            cost = cost_of(
+                spec.geometry,
+                num_heads=self.owner.model.config.num_attention_heads,
+                batch_size=batch_size,
+                device=device,
+                profile=self.config.profile,
+            )
+            assert cost is not None
+            router.marginal_share = cost.marginal_share
         return CompressedCache(self.geometry, spec, device, router, pool=pool)
 
     def build(self, batch_size: int, device: torch.device) -> CompressedCache:

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsekv.cache import InplaceKVCache
+from sparsekv.engine.balance import Balance
 from sparsekv.engine.config import CacheConfig
+from sparsekv.engine.costs import cost_of
 from sparsekv.errors import CacheStateError, CapacityError
 from sparsekv.format import KVGeometry, PartitionSpec
 from sparsekv.models.registry import geometry_from_config
@@ -141,6 +143,7 @@ class RegionStore:
                 self._build(key, value)
             assert self.cache is not None
             past = self.cache.layer_num_tokens(layer_idx)
+            self._choose_share(self.cache, key.shape[2])
             self.cache.append(layer_idx, key.detach(), value.detach())
         return past
 
@@ -188,18 +191,44 @@ class RegionStore:
             dtype=key.dtype,
         )
         cache = self._new_cache(self.config.spec(geometry, key.shape[0]), key.device)
+        self._choose_share(cache, key.shape[2])
         if self._reserved[0]:
             cache.reserve(*self._reserved)
         self.cache = cache
 
+    def _choose_share(self, cache: InplaceKVCache, num_new: int) -> None:
+        """Where the prompt's segments go, and then those after them."""
+        balance, prompt_tokens = cache.balance, self._reserved[1]
+        if not isinstance(balance, Balance):
+            return
+        if not cache.num_placed_tokens:
+            num_tokens = max(prompt_tokens, num_new, cache.spec.window_size)
+            balance.begin(num_tokens // cache.spec.window_size * cache.spec.window_size)
+        elif cache.num_tokens >= prompt_tokens:
+            balance.go_on()
+
     def _new_cache(self, spec: PartitionSpec, device: torch.device) -> InplaceKVCache:
-        return InplaceKVCache(
-            spec,
-            device,
-            self.config.router(),
-            pool=self.owner.pool,
-            step_share=self.config.step_share,
+        config, balance = self.config, self._new_balance(spec, device)
+        router = config.router() if balance is None else balance.router
+        step_share = config.step_share
+        if balance is not None:
+            step_share = balance.step_share(spec.window_size)
+        cache = InplaceKVCache(spec, device, router, pool=self.owner.pool, step_share=step_share)
+        cache.balance = balance
+        return cache
+
+    def _new_balance(self, spec: PartitionSpec, device: torch.device) -> Balance | None:
+        """None: the share is given, or there is nothing to balance."""
+        if self.config.cpu_share != "auto":
+            return None
+        cost = cost_of(
+            spec.geometry,
+            num_heads=self.owner.model.config.get_text_config(decoder=True).num_attention_heads,
+            batch_size=spec.batch_size,
+            device=device,
+            profile=self.config.profile,
         )
+        return None if cost is None else Balance(cost, is_elastic=self.config.elastic)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionStore:
         twin = RegionStore(self.owner, self.config, self.num_layers)

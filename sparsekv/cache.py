@@ -35,6 +35,7 @@ from sparsekv.format import (
     RegionName,
     RegionStats,
     SegmentPlace,
+    ShareStats,
 )
 from sparsekv.regions import (
     LayerParts,
@@ -63,6 +64,23 @@ class Companion(Protocol):
 
     def synchronize(self) -> None:
         """Return when nothing is read any more; nothing of the regions is held afterwards."""
+
+
+class Balance(Protocol):
+    """Somebody who keeps the share right while the cache is used."""
+
+    def stats(self, cpu_share: float, num_tokens: int) -> ShareStats:
+        """How well it does at this share of so many placed tokens."""
+        ...
+
+    def copy(self) -> Balance:
+        """The same for a copy of the cache."""
+        ...
+
+    @property
+    def router(self) -> ShareRouter:
+        """The cache's."""
+        ...
 
 
 class InplaceKVCache:
@@ -102,6 +120,8 @@ class InplaceKVCache:
         weakref.finalize(self, _finish, os.getpid(), self._outbox, self.ping_pong)
         self.companion: Companion | None = None
         """Who else reads the regions, beside the caller's work: is waited for as copies are."""
+        self.balance: Balance | None = None
+        """Who sets `router.marginal_share` and `step_share` between steps; None: the caller may."""
         self._pool = RegionPool() if pool is None else pool
         self._pid = os.getpid()
         self._closed: str | None = None
@@ -151,6 +171,11 @@ class InplaceKVCache:
     def num_tokens(self) -> int:
         """Tokens of a sequence that every layer holds."""
         return min(self._layer_lengths())
+
+    @property
+    def num_placed_tokens(self) -> int:
+        """Tokens of a sequence whose CPU region is decided."""
+        return len(self._placement) * self.spec.segment_tokens
 
     @property
     def is_complete(self) -> bool:
@@ -287,6 +312,7 @@ class InplaceKVCache:
         counts = {"unpinned": num_unpinned * size, "pinned": num_pinned * size}
         per_window = self.spec.window_size * geometry.bytes_per_token_per_layer * self.batch_size
         buffer_bytes = self.registrar.buffer_bytes
+        cpu_share = num_attended / len(placed) if placed else 0.0
 
         def region(name: str, memory: str, tokens: int, used_bytes: int) -> RegionStats:
             share = tokens / num_tokens if num_tokens else 0.0
@@ -302,7 +328,7 @@ class InplaceKVCache:
         return CacheStats(
             num_tokens=num_tokens,
             batch_size=self.batch_size,
-            cpu_share=num_attended / len(placed) if placed else 0.0,
+            cpu_share=cpu_share,
             placed_share=num_unpinned / len(placed) if placed else 0.0,
             regions=(
                 region(
@@ -329,6 +355,9 @@ class InplaceKVCache:
             registered_bytes=buffer_bytes
             + sum(layer.pinned.registered_bytes for layer in self._layers),
             longest_registration_s=self.registrar.longest_s,
+            balance=None
+            if self.balance is None
+            else self.balance.stats(cpu_share, len(placed) * size),
         )
 
     def _committed_bytes(self, region: str, used_bytes: int) -> int:
@@ -733,7 +762,10 @@ class InplaceKVCache:
         """An independent cache with the same tokens in the same regions."""
         self._check_usable()
         self.settle()
-        other = InplaceKVCache(self.spec, self.device, copy.copy(self.router), pool=self._pool)
+        balance = None if self.balance is None else self.balance.copy()
+        router = copy.copy(self.router) if balance is None else balance.router
+        other = InplaceKVCache(self.spec, self.device, router, pool=self._pool)
+        other.balance = balance
         memo[id(self)] = other
         other._placement = self._placement.copy()
         other.router.error, other._step_share = self.router.error, self._step_share

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from sparsekv.checks import check_positive_int, check_share
+from sparsekv.engine.balance import placed_share
 from sparsekv.errors import LayoutError
 from sparsekv.format import KVGeometry, PartitionSpec
 from sparsekv.format.compressed import CompressedGeometry, EntryFormat
-from sparsekv.roofline import ShareRouter
+from sparsekv.roofline import Calibration, MachineProfile, ShareRouter
 
 _RUN_OF_ENTRIES = 8
 """Neighbouring entries are often selected together: runs this short keep a selection's split near
 the share.
 """
-_ELASTIC_ROOM = 0.1
-"""How far below `cpu_share` a step's share may go, where it can be elastic."""
+_UNMEASURED_SHARE = 0.5
+"""Where nothing is measured, since there is no bus to spare: on the simulated accelerator the CPU
+reads everything.
+"""
 _MIN_PING_PONG_TOKENS = 512
 _MIN_PING_PONG_BYTES = 8 << 20
 """Below this a transfer over PCIe does not reach its full rate (arXiv:2609.14507, section 2: 25.4
@@ -33,11 +37,19 @@ class CacheConfig:
             that do not nest.
     """
 
-    cpu_share: float = 0.5
-    """Part of the placed tokens that the CPU attends to; the rest is streamed to the GPU."""
+    cpu_share: float | Literal["auto"] = "auto"
+    """Part of the placed tokens that the CPU attends to; the rest is streamed to the GPU. "auto":
+    the part at which both finish together, by what `profile` or a measurement of this machine says,
+    followed while the cache is used.
+    """
     elastic: bool = False
-    """Place less than `cpu_share` unpinned, and let the CPU borrow pinned tokens for the rest in
-    each step: `InplaceKVCache.step_share`, which then begins as `cpu_share`, may be changed.
+    """Place less than that unpinned, and let the CPU borrow pinned tokens for the rest in each
+    step. `InplaceKVCache.step_share` begins as `cpu_share` and may be changed; with "auto" it
+    follows the machine every few steps.
+    """
+    profile: MachineProfile | Calibration | None = None
+    """What "auto" begins with; None: the calibration saved for this machine and model, measured at
+    the first use, in some seconds.
     """
     window_size: int = 256
     """Newest tokens on the GPU, and the unit in which they leave it."""
@@ -57,7 +69,9 @@ class CacheConfig:
     """
 
     def __post_init__(self) -> None:
-        check_share("cpu_share", self.cpu_share)
+        if self.cpu_share != "auto":
+            check_share("cpu_share", self.cpu_share)
+        self._check_profile()
         if not isinstance(self.elastic, bool):
             raise LayoutError(f"elastic={self.elastic!r}: must be True or False")
         if self.entry_format not in ("native", "packed"):
@@ -98,17 +112,34 @@ class CacheConfig:
     @property
     def placed_share(self) -> float:
         """Part of the segments that is placed unpinned."""
-        share = self.cpu_share
-        return max(share - _ELASTIC_ROOM, share / 2) if self.elastic else share
+        return placed_share(self._share, self.elastic)
 
     @property
     def step_share(self) -> float | None:
         """Where a cache's `step_share` begins."""
-        return self.cpu_share if self.elastic else None
+        return self._share if self.elastic else None
 
     def router(self) -> ShareRouter:
         """A router that starts at, and keeps to, `placed_share`."""
         return ShareRouter(self.placed_share)
+
+    @property
+    def _share(self) -> float:
+        return _UNMEASURED_SHARE if self.cpu_share == "auto" else self.cpu_share
+
+    def _check_profile(self) -> None:
+        if self.profile is None:
+            return
+        if not isinstance(self.profile, (MachineProfile, Calibration)):
+            raise LayoutError(
+                f"profile of type {type(self.profile).__name__}: must be a MachineProfile or what "
+                "calibrate returns; see sparsekv.roofline.PRESETS for machines that are known"
+            )
+        if self.cpu_share != "auto":
+            raise LayoutError(
+                f"profile beside cpu_share={self.cpu_share!r}: only a share that is chosen needs "
+                'one; leave cpu_share at "auto", or the profile out'
+            )
 
     def _ping_pong_tokens(self, geometry: KVGeometry, batch_size: int) -> int:
         if self.ping_pong_tokens is not None:

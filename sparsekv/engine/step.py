@@ -9,6 +9,7 @@ from torch import Tensor
 from sparsekv.attention import DecodeAttention, split_attention
 from sparsekv.attention.split import Load
 from sparsekv.cache import InplaceKVCache
+from sparsekv.engine.balance import Balance
 from sparsekv.format import KVView
 from sparsekv.transfer import reads_in_place, stream
 
@@ -63,6 +64,8 @@ def attend(
     cache.count_borrowed(layer_idx)
     cache.flush(layer_idx)
     cache.register_ahead(layer_idx)
+    if query.shape[2] == 1 and layer_idx == cache.spec.geometry.num_layers - 1:
+        _end_step(cache, companion)
     return out
 
 
@@ -82,12 +85,16 @@ def _streamed(cache: InplaceKVCache, layer_idx: int) -> Load:
     return partial(stream, cache.ping_pong, upcoming=upcoming, after=after)
 
 
+def _end_step(cache: InplaceKVCache, companion: DecodeAttention) -> None:
+    if isinstance(cache.balance, Balance):
+        cache.balance.end_step(cache, companion.timings)
+
+
 def _companion_of(cache: InplaceKVCache) -> DecodeAttention:
     """Who attends for this cache; made at its first step."""
     companion = cache.companion
     if not isinstance(companion, DecodeAttention):
-        bytes_per_token = cache.spec.geometry.bytes_per_token_per_layer
         cache.companion = companion = DecodeAttention(
-            cache.registrar, cache.ping_pong, bytes_per_token
+            cache.registrar, cache.ping_pong, cache.spec.geometry
         )
     return companion

@@ -5,7 +5,7 @@ memory is owned here.
 from sparsekv.format.geometry import KVGeometry
 from sparsekv.format.partition import Footprint, PartitionSpec
 from sparsekv.format.placement import Placement, RegionName, SegmentPlace
-from sparsekv.format.statistics import CacheStats, RegionStats
+from sparsekv.format.statistics import CacheStats, RegionStats, ShareStats
 from sparsekv.format.views import KVView, LayerViews, joined
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "RegionName",
     "RegionStats",
     "SegmentPlace",
+    "ShareStats",
     "joined",
 ]

@@ -26,6 +26,27 @@ class RegionStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShareStats:
+    """How well a share that balances itself does; seconds of one layer of the latest steps."""
+
+    target_share: float
+    """Part of the placed tokens at which both engines would finish together."""
+    predicted_s: float
+    """What the later engine takes at the share in use, by the costs that are followed."""
+    measured_cpu_s: float | None
+    """What the CPU took; None: nothing was measured yet."""
+    measured_gpu_s: float | None
+    """What the accelerator took."""
+
+    def __str__(self) -> str:
+        line = f"share aimed at {self.target_share:.1%}, {1e3 * self.predicted_s:,.3f} ms a layer"
+        for name, seconds in (("CPU", self.measured_cpu_s), ("GPU", self.measured_gpu_s)):
+            if seconds is not None:
+                line += f", {name} {1e3 * seconds:,.3f} measured"
+        return line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
     """A cache at one moment."""
 
@@ -53,6 +74,8 @@ class CacheStats:
     """The longest that one registration took, before or between forwards as well as while decoding;
     no kernel can be launched meanwhile. 0.0: none was made.
     """
+    balance: ShareStats | None = None
+    """Of a share that balances itself; None: it was given."""
 
     @property
     def host_used_bytes(self) -> int:
@@ -95,6 +118,8 @@ class CacheStats:
             borrowed = self.cpu_share - self.placed_share
             line += f" ({self.placed_share:.1%} unpinned, {borrowed:.1%} borrowed)"
         lines += [line, self.host_summary]
+        if self.balance is not None:
+            lines.append(str(self.balance))
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, object]:

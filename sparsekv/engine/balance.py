@@ -1,0 +1,130 @@
+"""The share of one cache, kept where both engines finish together (arXiv:2609.14507, section 4).
+
+Placed bytes never move: what changes is where the next segments go and, where the share is elastic,
+how much of the pinned region the CPU borrows in a step.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from sparsekv.attention import Timings
+from sparsekv.attention.timings import Timing
+from sparsekv.cache import InplaceKVCache
+from sparsekv.format import ShareStats
+from sparsekv.roofline import CostModel, CostTracker, ShareRouter
+
+ELASTIC_ROOM = 0.1
+"""How far below the best share segments are placed, where steps may borrow the rest."""
+
+_ELASTIC_STEPS = 4
+"""Steps between two looks at the costs, where the next step can follow them."""
+_STILL = 0.005
+"""A step's share that would change by less stays: another one means other views to prepare."""
+
+
+def placed_share(share: float, is_elastic: bool) -> float:
+    """Part of the segments to place unpinned, so that steps of that share can be had."""
+    return max(share - ELASTIC_ROOM, share / 2) if is_elastic else share
+
+
+class Balance:
+    """Decides the share of a cache by what its layers cost, and follows what they cost.
+
+    Begun at r(L0) and routed at p since, the running share is r(L) at every length. The costs are
+    looked at again once a window, or every few steps where the share is elastic.
+
+    Args:
+        cost: one layer of the cache's batch.
+        is_elastic: choose the share of each step too.
+    Attributes:
+        router: for the cache.
+    """
+
+    def __init__(self, cost: CostModel, *, is_elastic: bool) -> None:
+        self._tracker = CostTracker(cost)
+        self._is_elastic = is_elastic
+        self._num_steps = 0
+        self._measured_cpu_s: float | None = None
+        self._measured_gpu_s: float | None = None
+        self.router = ShareRouter(self._placed(cost.marginal_share))
+
+    @property
+    def cost(self) -> CostModel:
+        """The costs in use."""
+        return self._tracker.model
+
+    def begin(self, num_tokens: int) -> None:
+        """Choose where the first segments of an empty cache go.
+
+        Args:
+            num_tokens: how many tokens of a sequence will be placed first.
+        """
+        self.router.marginal_share = self._placed(self.cost.optimal_share(num_tokens))
+
+    def go_on(self) -> None:
+        """Place further segments at p, after the first ones."""
+        share = self._placed(self.cost.marginal_share)
+        if share != self.router.marginal_share:
+            self.router.marginal_share = share
+
+    def step_share(self, num_tokens: int) -> float | None:
+        """The share of a step over so many placed tokens; None: what is unpinned."""
+        if not self._is_elastic:
+            return None
+        return max(self.cost.optimal_share(num_tokens), self.router.marginal_share)
+
+    def end_step(self, cache: InplaceKVCache, timings: Timings) -> None:
+        """Take what the last steps took, and decide what follows from it; between two steps.
+
+        Args:
+            cache: of which this is the balance.
+            timings: of its layers; they are taken.
+        """
+        num_tokens = cache.num_placed_tokens
+        if not num_tokens:
+            return
+        self._observe(timings)
+        self._num_steps += 1
+        if self._num_steps % (_ELASTIC_STEPS if self._is_elastic else cache.spec.window_size) == 0:
+            self._tracker.end_window()
+        self.go_on()
+        wanted, current = self.step_share(num_tokens), cache.step_share
+        if wanted is not None and (current is None or abs(wanted - current) > _STILL):
+            cache.step_share = wanted
+
+    def stats(self, cpu_share: float, num_tokens: int) -> ShareStats:
+        """What was aimed at, and what came of it.
+
+        Args:
+            cpu_share: of the placed tokens, what the CPU attends to.
+            num_tokens: placed tokens of a sequence.
+        """
+        return ShareStats(
+            target_share=self.cost.optimal_share(num_tokens),
+            predicted_s=self.cost.step_time(cpu_share, num_tokens),
+            measured_cpu_s=self._measured_cpu_s,
+            measured_gpu_s=self._measured_gpu_s,
+        )
+
+    def copy(self) -> Balance:
+        """The same for a copy of the cache, with a router of its own."""
+        other = Balance(self.cost, is_elastic=self._is_elastic)
+        other.router.marginal_share = self.router.marginal_share
+        return other
+
+    def _placed(self, share: float) -> float:
+        return placed_share(share, self._is_elastic)
+
+    def _observe(self, timings: Timings) -> None:
+        cpu, gpu = timings.cpu.take(), timings.gpu.take()
+        for num_tokens, seconds in cpu:
+            self._tracker.observe_cpu(seconds, 1.0, num_tokens)
+        for num_tokens, seconds in gpu:
+            self._tracker.observe_gpu(seconds, 0.0, num_tokens)
+        self._measured_cpu_s = _median_seconds(cpu, self._measured_cpu_s)
+        self._measured_gpu_s = _median_seconds(gpu, self._measured_gpu_s)
+
+
+def _median_seconds(timings: list[Timing], otherwise: float | None) -> float | None:
+    return median(seconds for _, seconds in timings) if timings else otherwise

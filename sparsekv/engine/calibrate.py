@@ -1,0 +1,192 @@
+"""What attention costs on this machine, measured in decode steps like any others: both engines at
+work, over keys and values in the regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median, median_low
+
+import torch
+
+from sparsekv.attention import DecodeAttention
+from sparsekv.attention.timings import Timing
+from sparsekv.cache import InplaceKVCache
+from sparsekv.engine.ceilings import measure_machine
+from sparsekv.engine.config import CacheConfig
+from sparsekv.engine.profile_key import profile_key
+from sparsekv.engine.step import attend
+from sparsekv.errors import LayoutError
+from sparsekv.format import KVGeometry, PartitionSpec
+from sparsekv.kernels.dispatch import num_attending_threads
+from sparsekv.regions.memory import available_bytes
+from sparsekv.roofline import Calibration, CalibrationPoint, ShareRouter, fit
+
+_LAYERS = 4
+"""Enough that a layer does not find its keys in the processor's caches again."""
+_LAYER_BYTES = (48 << 20, 160 << 20, 512 << 20)
+"""Keys and values of a layer at the lengths that are measured."""
+_MOST_TOKENS = 1 << 18
+_PIECE_TOKENS = 4096
+"""Appended at a time: the accelerator has to hold them."""
+_MARGIN_BYTES = 2 << 30
+_WARM_UP, _STEPS = 3, 12
+_FIRST_SHARE, _ASIDE = 0.6, 0.06
+
+
+def calibrate(
+    geometry: KVGeometry,
+    *,
+    num_heads: int,
+    batch_size: int = 1,
+    device: str | torch.device = "cuda",
+) -> Calibration:
+    """Measure this machine for a model: some seconds, and about 2 GiB of host memory.
+
+    A is measured while the bus is busy and B while the CPU attends, since they share the memory: at
+    shares near the best one, which is found first. (arXiv:2609.14507, equation 1.)
+
+    Args:
+        geometry: what a token stores; its number of layers does not matter.
+        num_heads: query heads.
+        batch_size: sequences of a step.
+        device: "cuda", "cuda:<index>", or "cpu" for the simulated accelerator, whose bus is a copy
+            in memory.
+    Returns:
+        The costs, and the machine's ceilings beside them; not saved.
+    Raises:
+        LayoutError: no such device, `num_heads` is no multiple of the kv heads, or the times do not
+            grow with the length (something else was running).
+        CapacityError: no memory for it.
+    """
+    if num_heads % geometry.num_kv_heads:
+        raise LayoutError(
+            f"num_heads={num_heads}: must be a multiple of num_kv_heads={geometry.num_kv_heads}; "
+            "take both from the model's config"
+        )
+    steps = _Steps(geometry, num_heads, batch_size, device)
+    points: list[CalibrationPoint] = []
+    best = _FIRST_SHARE
+    for num_tokens in steps.lengths:
+        steps.grow(num_tokens)
+        best = _balanced(steps.measure(best))
+        points += [steps.measure(share) for share in (best - _ASIDE, best + _ASIDE)]
+    cost, residual = fit(points)
+    machine = measure_machine(
+        geometry, num_heads=num_heads, batch_size=batch_size, device=steps.cache.device, cost=cost
+    )
+    key = profile_key(
+        geometry, num_heads, batch_size=batch_size, num_threads=num_attending_threads()
+    )
+    return Calibration(key=key, machine=machine, cost=cost, residual=residual, points=tuple(points))
+
+
+class _Steps:
+    """Decode steps of attention alone, over a cache that grows; the CPU borrows all that it
+    attends to, so that any share can be had.
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, num_heads: int, batch_size: int, device: str | torch.device
+    ) -> None:
+        geometry = _with_layers(geometry)
+        self._spec = CacheConfig().spec(geometry, batch_size)
+        self.cache = InplaceKVCache(self._spec, device, ShareRouter(0.0), step_share=_FIRST_SHARE)
+        per_token = batch_size * geometry.bytes_per_token_per_layer
+        room = max(available_bytes() - _MARGIN_BYTES, 0) // (_LAYERS * per_token)
+        self.lengths = tuple(_lengths(self._spec, per_token, room))
+        self.cache.reserve(self.lengths[-1] + self._spec.window_size)
+        self._query = self._random(num_heads, 1, geometry.head_dim)
+        self._token = self._keys(1)
+        self._scale = geometry.head_dim**-0.5
+
+    def grow(self, num_tokens: int) -> None:
+        """Let every layer hold so many tokens."""
+        while (missing := num_tokens - self.cache.num_tokens) > 0:
+            piece = self._keys(min(missing, _PIECE_TOKENS))
+            for layer_idx in range(_LAYERS):
+                self.cache.append(layer_idx, *piece)
+                self.cache.flush(layer_idx)
+
+    def measure(self, share: float) -> CalibrationPoint:
+        """What the engines take in a step of that share, or the nearest at which both have some."""
+        cache = self.cache
+        one = self._spec.window_size / cache.num_placed_tokens
+        cache.step_share = min(max(share, one), 1 - one)
+        self._step()
+        companion = cache.companion
+        assert isinstance(companion, DecodeAttention)
+        companion.reads_ahead = False
+        for _ in range(_WARM_UP):
+            self._step()
+        timings = companion.timings
+        timings.cpu.take(), timings.gpu.take()
+        for _ in range(_STEPS):
+            self._step()
+        self._step()  # by then the times of the others are known
+        cpu_tokens, cpu_s = _medians("cpu", timings.cpu.take())
+        gpu_tokens, gpu_s = _medians("gpu", timings.gpu.take())
+        num_tokens = cpu_tokens + gpu_tokens
+        return CalibrationPoint(
+            num_tokens=num_tokens, share=cpu_tokens / num_tokens, cpu_s=cpu_s, gpu_s=gpu_s
+        )
+
+    def _step(self) -> None:
+        for layer_idx in range(_LAYERS):
+            self.cache.append(layer_idx, *self._token)
+            attend(self.cache, layer_idx, self._query, self._scale)
+        self.cache.accelerator.current_stream().synchronize()
+
+    def _keys(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        geometry = self._spec.geometry
+        key = self._random(geometry.num_kv_heads, num_tokens, geometry.head_dim)
+        if geometry.shared_kv:
+            return key, None
+        return key, self._random(geometry.num_kv_heads, num_tokens, geometry.value_dim)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        rows, device, dtype = self._spec.batch_size, self.cache.device, self._spec.geometry.dtype
+        return torch.randn(rows, *shape, device=device, dtype=dtype)
+
+
+def _with_layers(geometry: KVGeometry) -> KVGeometry:
+    return KVGeometry(
+        num_layers=_LAYERS,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        head_dim_v=geometry.head_dim_v,
+        dtype=geometry.dtype,
+        shared_kv=geometry.shared_kv,
+    )
+
+
+def _lengths(spec: PartitionSpec, per_token: int, room: int) -> Iterator[int]:
+    """Lengths to measure at, in whole windows, each at least twice the one before.
+
+    Raises:
+        CapacityError: see `InplaceKVCache.reserve`; here the shortest two are given at least.
+    """
+    longest = 0
+    for layer_bytes in _LAYER_BYTES:
+        tokens = min(layer_bytes // per_token, _MOST_TOKENS, room)
+        tokens = max(tokens // spec.window_size, 4, 2 * longest // spec.window_size)
+        longest = tokens * spec.window_size
+        yield longest
+
+
+def _balanced(point: CalibrationPoint) -> float:
+    """The share at which both would take as long, if neither had an overhead and nothing were read
+    ahead.
+    """
+    cpu, gpu = point.cpu_s / point.share, point.gpu_s / (1 - point.share)
+    return gpu / (cpu + gpu)
+
+
+def _medians(engine: str, timings: list[Timing]) -> tuple[int, float]:
+    if not timings:
+        raise LayoutError(
+            f"no time of the {engine}'s part is known: only steps on a GPU are timed, with the "
+            "native library for the CPU's part; see `sparsekv doctor`, or plan for a machine that "
+            "is known"
+        )
+    return median_low(tokens for tokens, _ in timings), median(seconds for _, seconds in timings)

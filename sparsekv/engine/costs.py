@@ -1,0 +1,88 @@
+"""What attention to one layer of a cache costs on this machine: told, remembered, or measured."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from sparsekv.engine.calibrate import calibrate
+from sparsekv.engine.profile_key import profile_key
+from sparsekv.errors import CapacityError
+from sparsekv.format import KVGeometry
+from sparsekv.kernels.dispatch import num_attending_threads
+from sparsekv.roofline import Calibration, CostModel, MachineProfile, profile_folder
+from sparsekv.roofline.machine import flops_per_byte
+
+logger = logging.getLogger(__name__)
+
+_measuring = threading.Lock()
+"""One measurement at a time: the others wait for it and find it saved."""
+
+
+def cost_of(
+    geometry: KVGeometry,
+    *,
+    num_heads: int,
+    batch_size: int,
+    device: torch.device,
+    profile: MachineProfile | Calibration | None = None,
+) -> CostModel | None:
+    """The costs of one layer, whole batch.
+
+    Args:
+        geometry: of the cache.
+        num_heads: query heads.
+        batch_size: sequences of a step.
+        device: where the cache is; on the simulated accelerator nothing is measured.
+        profile: what to take them from; None: a saved calibration, else a measurement, which is
+            saved.
+    Returns:
+        None: they are not known, and not worth measuring or not to be measured now, which is
+        warned of.
+    """
+    if isinstance(profile, Calibration):
+        return profile.cost
+    if profile is not None:
+        per_token = geometry.bytes_per_token_per_layer
+        return profile.cost_model(
+            bytes_per_token=batch_size * per_token,
+            flops_per_byte=flops_per_byte(
+                num_heads=num_heads,
+                head_dim=geometry.head_dim,
+                head_dim_v=geometry.value_dim,
+                bytes_per_token=per_token,
+            ),
+            shared_kv=geometry.shared_kv,
+        )
+    if device.type != "cuda":
+        return None
+    found = _calibration(geometry, num_heads, batch_size, device)
+    return None if found is None else found.cost
+
+
+def _calibration(
+    geometry: KVGeometry, num_heads: int, batch_size: int, device: torch.device
+) -> Calibration | None:
+    """The saved one, or a new one, saved."""
+    folder = profile_folder()
+    num_threads = num_attending_threads()
+    key = profile_key(geometry, num_heads, batch_size=batch_size, num_threads=num_threads)
+    with _measuring:
+        found = Calibration.load(folder, key)
+        if found is not None:
+            return found
+        logger.info("measuring this machine for %s, once, to choose the CPU's share", key.geometry)
+        try:
+            found = calibrate(geometry, num_heads=num_heads, batch_size=batch_size, device=device)
+            found.save(folder)
+        except (CapacityError, torch.OutOfMemoryError) as error:
+            logger.warning(
+                "no memory to measure this machine (%s): the CPU's share stays at one half; free "
+                "some, or run `sparsekv calibrate` before the model is loaded",
+                error,
+            )
+        except OSError as error:
+            logger.warning("the measurement of this machine cannot be kept: %s", error)
+    return found

@@ -1,0 +1,86 @@
+"""What a calibration of this machine is kept under, and the one that is kept."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from sparsekv.format import KVGeometry
+from sparsekv.roofline import Calibration, ProfileKey, profile_folder
+
+_NONE = "none"
+
+
+def profile_key(
+    geometry: KVGeometry, num_heads: int, *, batch_size: int, num_threads: int
+) -> ProfileKey:
+    """The key of this machine, as it is now, for one layer's attention.
+
+    Args:
+        geometry: what both engines attend to; the number of its layers does not matter.
+        num_heads: query heads.
+        batch_size: sequences of a step.
+        num_threads: threads of the CPU that attend.
+    Raises:
+        LayoutError: a count that is not a whole number of at least 1.
+    """
+    shared = " shared" if geometry.shared_kv else ""
+    gpu, driver = _gpu()
+    return ProfileKey(
+        cpu=_cpu(),
+        gpu=gpu,
+        driver=driver,
+        geometry=(
+            f"{num_heads} heads {geometry.num_kv_heads} kv {geometry.head_dim} "
+            f"{geometry.value_dim}{shared}"
+        ),
+        dtype=str(geometry.dtype).removeprefix("torch."),
+        batch_size=batch_size,
+        num_threads=num_threads,
+    )
+
+
+def find_calibration(
+    geometry: KVGeometry, num_heads: int, *, batch_size: int
+) -> Calibration | None:
+    """What was measured on this machine, with the most threads if with several; None: nothing.
+
+    Args:
+        geometry: as for `profile_key`.
+        num_heads: as for `profile_key`.
+        batch_size: sequences of a step.
+    Raises:
+        LayoutError: a count that is not a whole number of at least 1.
+    """
+    folder = profile_folder()
+    key = profile_key(geometry, num_heads, batch_size=batch_size, num_threads=1)
+    for num_threads in range(os.cpu_count() or 1, 0, -1):
+        found = Calibration.load(folder, replace(key, num_threads=num_threads))
+        if found is not None:
+            return found
+    return None
+
+
+def _cpu() -> str:
+    name = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return name[1] if name else platform.processor() or platform.machine()
+
+
+def _gpu() -> tuple[str, str]:
+    """Its name, and the version of its driver."""
+    if not torch.cuda.is_available():
+        return _NONE, _NONE
+    version = re.search(r"Kernel Module\s.*?(\d+\.[\d.]+)", _read("/proc/driver/nvidia/version"))
+    return torch.cuda.get_device_name(), version[1] if version else _NONE
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
