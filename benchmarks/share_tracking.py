@@ -1,0 +1,270 @@
+"""How near the share that is chosen comes to the best one: `python -m benchmarks.share_tracking`.
+
+For each model, 16 sequences of 2K to 32K tokens: steps over a cache whose segments were placed by
+this machine's calibration, in turn with steps at shares all around, over another cache whose CPU
+part is borrowed, so that nothing moves between them. A few layers do: the costs are a layer's.
+(arXiv:2609.14507, Figure 12.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks.command import Report, finish, parser, print_table, run
+from benchmarks.decode_case import NUM_LAYERS, Case
+from benchmarks.decode_rounds import attending_threads, seconds_of
+from benchmarks.decode_sweep import unless_memory_is_short
+from benchmarks.results import Check, Row
+from sparsekv import CacheConfig, InplaceKVCache, ShareRouter
+from sparsekv.engine import attend
+from sparsekv.engine.balance import Balance
+from sparsekv.engine.calibrate import calibrate
+from sparsekv.roofline import Calibration
+
+CHOSEN, FIXED = "chosen", "fixed"
+BATCH_SIZE = 16
+CONTEXTS = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10)
+LONG_CONTEXT = 8 << 10
+"""From here on the targets are the tighter ones."""
+_QUICK_CONTEXTS = (768, 1024)
+_LAYERS = 6
+_STEP = 0.03
+_SHARES = tuple(round(0.48 + _STEP * i, 2) for i in range(15))
+_QUICK_SHARES = (0.5, 1.0)
+_WARM_UP = 2
+"""Steps after each change of the share: what they need is prepared in them."""
+_SAMPLE_S = 0.03
+"""A sample is as many steps as take so long."""
+_LEAST_ON_A_LINE = 3
+_POINTS, _SLOWER, _SLOWER_SHORT = 0.03, 1.03, 1.06
+
+
+_Line = tuple[float, float]
+"""Slope, and height at 0."""
+
+
+class _Steps:
+    """One cache of a case, and its steps."""
+
+    def __init__(self, case: Case, router: ShareRouter, balance: Balance | None = None) -> None:
+        self._case = case
+        spec = CacheConfig(cpu_share=0.5).spec(case.geometry, case.batch_size)
+        self.cache = InplaceKVCache(spec, case.device, router)
+        self.cache.balance = balance
+        self.cache.reserve(2 * case.context)
+        self._query, self._token = case.query(), case.new_token()
+        prompt = case.prompt()
+        for layer_idx in range(case.num_layers):
+            self.cache.append(layer_idx, *prompt)
+            self.cache.flush(layer_idx)
+
+    def step(self, num_steps: int = 1) -> Tensor:
+        """So many tokens, one after the other; the last one's attention of the last layer."""
+        for _ in range(num_steps):
+            for layer_idx in range(self._case.num_layers):
+                self.cache.append(layer_idx, *self._token)
+                out = attend(self.cache, layer_idx, self._query, self._case.shape.softmax_scale)
+        return out
+
+    def sample(self, num_steps: int) -> float:
+        """Milliseconds of a layer."""
+        seconds = seconds_of(lambda: self.step(num_steps), self._case.device)
+        return 1e3 * seconds / num_steps / self._case.num_layers
+
+
+def tracking(case: Case, found: Calibration, shares: Sequence[float], rounds: int) -> Iterator[Row]:
+    """A row for the chosen share, and one for each of `shares`, all in turn."""
+    balance = Balance(found.cost, is_elastic=False)
+    balance.begin(case.context)
+    chosen = _Steps(case, balance.router, balance)
+    fixed = _Steps(case, ShareRouter(0.0))
+    chosen.step(_WARM_UP)
+    num_steps = max(1, round(_SAMPLE_S / seconds_of(chosen.step, case.device)))
+    kept: dict[float | None, list[float]] = {share: [] for share in (None, *shares)}
+    for _ in range(rounds):
+        for share, samples in kept.items():
+            if share is not None:
+                fixed.cache.step_share = share
+            steps = chosen if share is None else fixed
+            steps.step(_WARM_UP)
+            samples.append(steps.sample(num_steps))
+    stats = chosen.cache.stats()
+    known = {**case.known, "kind": "tracking", "num_steps": num_steps}
+    for share, samples in kept.items():
+        row = {"ms_per_layer": median(samples), "samples": samples}
+        if share is None:
+            assert stats.balance is not None
+            row |= {"way": CHOSEN, "share": stats.cpu_share}
+            row |= {"predicted_share": found.cost.optimal_share(case.context)}
+            row |= {"predicted_ms": 1e3 * stats.balance.predicted_s}
+        else:
+            row |= {"way": FIXED, "share": share}
+        yield known | row
+
+
+def calibration_row(case: Case, found: Calibration) -> Row:
+    """What was measured before, and chosen by."""
+    cost = found.cost
+    per_token = case.batch_size * case.geometry.bytes_per_token_per_layer
+    return {
+        **case.known,
+        "kind": "calibration",
+        "cpu_gbs": per_token / cost.cpu_s_per_token / 1e9,
+        "h2d_gbs": per_token / cost.h2d_s_per_token / 1e9,
+        "cpu_overhead_us": 1e6 * cost.cpu_overhead_s,
+        "gpu_overhead_us": 1e6 * cost.gpu_overhead_s,
+        "marginal_share": cost.marginal_share,
+        "residual": found.residual,
+    }
+
+
+def best_share(rows: Sequence[Row]) -> Row:
+    """The fixed share with the shortest step."""
+    return min((r for r in rows if r["way"] == FIXED), key=lambda row: row["ms_per_layer"])
+
+
+def optimum(rows: Sequence[Row]) -> tuple[float, float]:
+    """The measured optimum, from and to: shares at which a step is at most 1 % longer than at the
+    best.
+
+    A step is as long as the later engine takes: two lines over the share, that of the GPU and that
+    of the CPU, fitted to all medians. One median by itself says little where the line is flat: the
+    CPU is faster the less the GPU reads, so that beyond the optimum times change less than they
+    scatter.
+    """
+    fixed = sorted((r["share"], r["ms_per_layer"]) for r in rows if r["way"] == FIXED)
+    if len(fixed) < 2 * _LEAST_ON_A_LINE:
+        best = min(fixed, key=lambda point: point[1])[0]
+        return best, best
+    first, last = _two_lines(fixed)
+    grid = [fixed[0][0] + 0.001 * i for i in range(round(1e3 * (fixed[-1][0] - fixed[0][0])) + 1)]
+    times = [max(first[0] * x + first[1], last[0] * x + last[1]) for x in grid]
+    good = [x for x, time in zip(grid, times, strict=True) if time <= 1.01 * min(times)]
+    return good[0], good[-1]
+
+
+def _two_lines(points: Sequence[tuple[float, float]]) -> tuple[_Line, _Line]:
+    """The pair of lines, one through the first points and one through the others, that misses them
+    least.
+    """
+    pairs = []
+    for count in range(_LEAST_ON_A_LINE, len(points) - _LEAST_ON_A_LINE + 1):
+        parts = points[:count], points[count:]
+        lines = _line(parts[0]), _line(parts[1])
+        missed = sum(
+            (a * x + b - y) ** 2 for (a, b), part in zip(lines, parts, strict=True) for x, y in part
+        )
+        pairs.append((missed, lines))
+    return min(pairs)[1]
+
+
+def _line(points: Sequence[tuple[float, float]]) -> _Line:
+    """Slope and height at 0 of the line through points, by least squares."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points)
+    slope /= sum((x - mean_x) ** 2 for x, _ in points)
+    return slope, mean_y - slope * mean_x
+
+
+def cases(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Shape, size, and the rows of both ways."""
+    tracked = [row for row in rows if row["kind"] == "tracking"]
+    for (shape, size), group in groupby(tracked, key=lambda row: (row["shape"], row["size"])):
+        yield shape, size, list(group)
+
+
+def checks(rows: Sequence[Row]) -> list[Check]:
+    """Distance from the measured optimum, and the step beside the best fixed share's; CUDA only."""
+    made = []
+    for shape, size, here in cases(rows):
+        chosen = next(row for row in here if row["way"] == CHOSEN)
+        if not chosen["device"].startswith("cuda"):
+            continue
+        is_long = chosen["context"] >= LONG_CONTEXT
+        if is_long:
+            made.append(
+                Check(
+                    name=f"{shape}, {size}: distance of the chosen share from the measured optimum",
+                    value=_distance(chosen["share"], optimum(here)),
+                    target=_POINTS,
+                    lower_is_better=True,
+                )
+            )
+        made.append(
+            Check(
+                name=f"{shape}, {size}: step at the chosen share / at the best fixed one",
+                value=chosen["ms_per_layer"] / best_share(here)["ms_per_layer"],
+                target=_SLOWER if is_long else _SLOWER_SHORT,
+                lower_is_better=True,
+            )
+        )
+    return made
+
+
+def _distance(share: float, optimum: tuple[float, float]) -> float:
+    low, high = optimum
+    return max(low - share, share - high, 0.0)
+
+
+def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """Add all rows to `rows`, each as soon as there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report = Report()
+    contexts = _QUICK_CONTEXTS if arguments.quick else CONTEXTS
+    shares = _QUICK_SHARES if arguments.quick else _SHARES
+    with attending_threads(arguments.threads) as num_threads:
+        for name in arguments.shapes:
+            case = Case.of_model(name, BATCH_SIZE, contexts[-1], device).with_layers(_LAYERS)
+            found = calibrate(
+                case.geometry,
+                num_heads=case.shape.num_heads,
+                batch_size=case.batch_size,
+                device=device,
+            )
+            rows.append({**calibration_row(case, found), "num_threads": num_threads})
+            report(f"{name}: {found.cost}, residual {found.residual:.3f}")
+            for context in contexts:
+                case = Case.of_model(name, BATCH_SIZE, context, device).with_layers(_LAYERS)
+                known = {**case.known, "kind": "tracking"}
+                tracked = partial(tracking, case, found, shares, arguments.rounds)
+                for row in unless_memory_is_short(known, tracked):
+                    rows.append({**row, "num_threads": num_threads})
+                    report(f"{name}, {case.size}: {row.get('way')} {row.get('share')}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    options = parser(__doc__, rounds=5, scales=False)
+    options.add_argument(
+        "--shapes", nargs="+", choices=NUM_LAYERS, default=list(NUM_LAYERS), help="models"
+    )
+    arguments = options.parse_args(argv)
+    rows: list[Row] = []
+    try:
+        measure(arguments, rows)
+    finally:
+        _show(rows)
+        finish("share_tracking", rows, checks, arguments)
+
+
+def _show(rows: Sequence[Row]) -> None:
+    lines = []
+    for shape, size, here in cases(rows):
+        chosen, best = next(r for r in here if r["way"] == CHOSEN), best_share(here)
+        times = chosen["ms_per_layer"], best["ms_per_layer"]
+        span = "{:.3f} to {:.3f}".format(*optimum(here))
+        lines.append((shape, size, chosen["share"], span, best["share"], *times))
+    columns = ("shape", "size", "chosen", "optimum", "best fixed", "ms a layer", "at the best")
+    print_table("shares of the CPU", columns, lines)
+
+
+if __name__ == "__main__":
+    run(main)
