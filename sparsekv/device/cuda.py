@@ -76,8 +76,8 @@ class CudaAccelerator(Accelerator):
             raise CapacityError(
                 f"registering {num_bytes} bytes of host memory with {self.device}: refused by "
                 "the driver (error "
-                f"{status}); raise the limit of locked memory (ulimit -l) or lower the pinned "
-                "share with a higher cpu_share"
+                f"{status}); free host memory, raise the container's limit of it, or lower the "
+                "pinned share with a higher cpu_share"
             )
 
     def unregister(self, address: int) -> None:
