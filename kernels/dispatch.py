@@ -18,7 +18,7 @@ from sparsekv.kernels import cpu, reference, torch_ops
 from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu import jobs
 from sparsekv.kernels.cpu.jobs import Flag, Job, JobStatus
-from sparsekv.kernels.cpu.library import native_library
+from sparsekv.kernels.cpu.library import Backend, native_library
 from sparsekv.kernels.cpu.prepared_job import PreparedAttentionJob
 from sparsekv.kernels.reference.compressor import carried_series, compress
 from sparsekv.kernels.reference.entry_format import unpack_entries
@@ -28,6 +28,7 @@ from sparsekv.kernels.torch_ops.indexer import lightning_indexer
 from sparsekv.kernels.torch_ops.sparse_attention import gathered_attention
 
 __all__ = [
+    "Backend",
     "BlockLists",
     "CopySegment",
     "DecodeOps",
@@ -46,6 +47,7 @@ __all__ = [
     "compress",
     "copy_jobs",
     "copy_segment_for",
+    "cpu_backend",
     "decode_ops_for",
     "gather_blocks_for",
     "gathered_attention_for",
@@ -198,6 +200,15 @@ def merge_partials_for(device: torch.device) -> MergePartials:
 def decode_ops_for(device: torch.device) -> DecodeOps | None:
     """The ops of a decode step on `device` without allocations; None: there are none for it."""
     return _triton_ops() if device.type == "cuda" else None
+
+
+def cpu_backend() -> Backend:
+    """What computes on the CPU, and why; loads or builds the native library if nobody has yet.
+
+    Raises:
+        LayoutError: `SPARSEKV_CPU` is none of its values, or `native` and there is no library.
+    """
+    return cpu.backend()
 
 
 def attention_jobs() -> type[PreparedAttentionJob] | None:

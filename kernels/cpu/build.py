@@ -22,10 +22,17 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
 LINK_FLAGS = ("-Wl,--exclude-libs,ALL",)
 
 _COMPILE_SECONDS = 600
+_NEEDS_COMPILER = "install a C++17 compiler such as g++, or set CXX to one"
 
 
 class BuildError(Exception):
-    """Why there is no library, in words for the user."""
+    """Why there is no library, in words for the user; `remedy` says what would bring one, or
+    nothing.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 def built_library() -> Path:
@@ -51,7 +58,10 @@ def built_library() -> Path:
                 _build(compiler, library)
         return library
     except OSError as error:
-        raise BuildError(f"the library could not be written: {error}") from error
+        raise BuildError(
+            f"the library could not be written: {error}",
+            "set SPARSEKV_CACHE to a folder that this user may write to",
+        ) from error
 
 
 def build_library(library: Path) -> None:
@@ -91,7 +101,7 @@ def _compiler() -> str:
         path = shutil.which(name) if name else None
         if path:
             return path
-    raise BuildError("no C++ compiler (looked for $CXX, c++, g++)")
+    raise BuildError("no C++ compiler (looked for $CXX, c++, g++)", _NEEDS_COMPILER)
 
 
 def _hash_of_build(compiler: str) -> str:
@@ -151,4 +161,6 @@ def _check(command: object, code: int, output: str) -> None:
     if code != 0:
         words = command if isinstance(command, list) else [command]
         last = "\n".join(output.strip().splitlines()[-5:])
-        raise BuildError(f"`{' '.join(map(str, words))}` failed with {code}:\n{last}")
+        raise BuildError(
+            f"`{' '.join(map(str, words))}` failed with {code}:\n{last}", _NEEDS_COMPILER
+        )

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _INTERFACE = 5  # SPARSEKV_INTERFACE of api.h
 _CHOICES = ("auto", "native", "torch")
+_REMEDY = "remove it, or install sparsekv again"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of keys and values, in api.h
 
 
@@ -46,6 +47,7 @@ class Backend:
         is_packaged: whether the library came with the package; False where this machine built it.
         reason: why it is not what would have come first: the packaged library, then a built one,
             then torch's ops. Empty for the first.
+        remedy: what would bring that back; empty where nothing is amiss.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Backend:
     library: Path | None
     is_packaged: bool
     reason: str
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class _Loaded:
     path: Path | None = None
     is_packaged: bool = False
     reason: str = ""
+    remedy: str = ""
 
 
 _loaded: _Loaded | None = None
@@ -94,6 +98,7 @@ def backend() -> Backend:
             library=None,
             is_packaged=False,
             reason=loaded.reason,
+            remedy=loaded.remedy,
         )
     return Backend(
         name="native",
@@ -102,6 +107,7 @@ def backend() -> Backend:
         library=loaded.path,
         is_packaged=loaded.is_packaged,
         reason=loaded.reason,
+        remedy=loaded.remedy,
     )
 
 
@@ -174,7 +180,7 @@ def _load_as_chosen(choice: str) -> _Loaded:
     if choice not in _CHOICES:
         raise LayoutError(f"SPARSEKV_CPU={choice!r}: must be one of {', '.join(_CHOICES)}")
     if choice == "torch":
-        return _Loaded(reason="SPARSEKV_CPU=torch")
+        return _Loaded(reason="SPARSEKV_CPU=torch", remedy="unset SPARSEKV_CPU")
     try:
         return _load_library()
     except BuildError as error:
@@ -184,7 +190,7 @@ def _load_as_chosen(choice: str) -> _Loaded:
                 "compiler, or set SPARSEKV_CPU=auto to use torch's ops"
             ) from error
         logger.warning("Attention on the CPU uses torch's ops, at lower speed: %s", error)
-        return _Loaded(reason=str(error))
+        return _Loaded(reason=str(error), remedy=error.remedy)
 
 
 def _load_library() -> _Loaded:
@@ -197,12 +203,12 @@ def _load_library() -> _Loaded:
         path = _packaged_library()
         return _Loaded(functions=_open(path), path=path, is_packaged=True)
     except BuildError as error:
-        reason = str(error)
+        reason, remedy = str(error), error.remedy
     try:
         path = built_library()
-        return _Loaded(functions=_open(path), path=path, reason=reason)
+        return _Loaded(functions=_open(path), path=path, reason=reason, remedy=remedy)
     except BuildError as error:
-        raise BuildError(f"{reason}, and none can be built: {error}") from error
+        raise BuildError(f"{reason}, and none can be built: {error}", error.remedy) from error
 
 
 def _packaged_library() -> Path:
@@ -218,13 +224,13 @@ def _open(path: Path) -> Any:
         interface = functions.sparsekv_interface()
         functions.sparsekv_fingerprint.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
-        raise BuildError(f"{path} cannot be loaded: {error}") from error
+        raise BuildError(f"{path} cannot be loaded: {error}", _REMEDY) from error
     if interface != _INTERFACE:
         raise BuildError(
-            f"{path} has interface {interface}, this version needs {_INTERFACE}; install again"
+            f"{path} has interface {interface}, this version needs {_INTERFACE}", _REMEDY
         )
     if functions.sparsekv_fingerprint() != fingerprint().encode():
-        raise BuildError(f"{path} was built from other sources")
+        raise BuildError(f"{path} was built from other sources", _REMEDY)
     functions.sparsekv_isa.restype = ctypes.c_char_p
     functions.sparsekv_kernel.restype = ctypes.c_char_p
     functions.sparsekv_kernel.argtypes = (*(ctypes.c_int64,) * 3, ctypes.c_int32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import mmap
 import os
 import platform
 from pathlib import Path
@@ -27,12 +28,30 @@ def interleave(address: int, num_bytes: int) -> None:
     there is one.
     """
     nodes = nodes_in_use()
+    if len(nodes) > 1 and not _spread(address, num_bytes, nodes):
+        _warn(nodes)
+
+
+def can_interleave() -> bool:
+    """Whether the system lets this process spread memory over its nodes; true where there is one.
+
+    Containers often refuse it.
+    """
+    nodes = nodes_in_use()
     if len(nodes) < 2:
-        return
+        return True
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        first = ctypes.c_char.from_buffer(page)
+        is_spread = _spread(ctypes.addressof(first), mmap.PAGESIZE, nodes)
+        del first  # a page that is looked at cannot be unmapped
+    return is_spread
+
+
+def _spread(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
     mask = ctypes.c_ulong(sum(1 << node for node in nodes))
     number = _SYS_MBIND.get(platform.machine())
     num_bits = 8 * ctypes.sizeof(mask) + 1  # the kernel reads one bit less than it is told
-    if number is None or _libc.syscall(
+    return number is not None and not _libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
         ctypes.c_ulong(num_bytes),
@@ -40,8 +59,7 @@ def interleave(address: int, num_bytes: int) -> None:
         ctypes.byref(mask),
         ctypes.c_ulong(num_bits),
         ctypes.c_ulong(0),
-    ):
-        _warn(nodes)
+    )
 
 
 @functools.cache
