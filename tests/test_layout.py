@@ -23,18 +23,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("device", "roofline", "format"),
     ("regions",),
     ("cache",),
-    ("attention", "transfer"),
+    ("attention", "transfer", "machine"),
     ("selection",),
     ("csa", "experts"),
     ("engine",),
-    ("models", "baselines"),
+    ("models", "baselines", "doctor"),
     ("sparsekv",),
     ("cli",),
 )
 # Modules that are one unit with another: saving and loading is half of the cache.
 PART_OF = {"archive": "cache"}
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
-MAY_CALL_KERNELS = {"regions", "attention", "selection", "transfer", "csa", "engine"}
+MAY_CALL_KERNELS = {"regions", "attention", "selection", "transfer", "csa", "machine", "engine"}
 KERNELS_MAY_IMPORT = {"torch", "triton", "tilelang"} | set(sys.stdlib_module_names)
 
 
