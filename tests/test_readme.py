@@ -59,7 +59,7 @@ def test_commands_of_the_readme_run(
 ) -> None:
     lines = "".join(code_blocks("bash")).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if "sparsekv " in line]
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         if "|" in command:
             piped = Path(command[1]).read_text(encoding="utf-8")

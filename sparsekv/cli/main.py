@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from sparsekv.cli.console import print_error, stderr_console, stdout_console
+from sparsekv.cli.doctor import doctor
 from sparsekv.cli.generate import generate
 from sparsekv.cli.plan import plan
 from sparsekv.errors import SparseKVError
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.command(context_settings=_ENVIRONMENT)(generate)
 app.command(context_settings=_ENVIRONMENT)(plan)
+app.command(context_settings=_ENVIRONMENT)(doctor)
 
 
 @app.command()
@@ -74,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line without the program's name; None: that of this process.
     Returns:
-        0 done; 1 `--compare` found a difference; 2 wrong input; 130 interrupted.
+        0 done; 1 `--compare` found a difference, or `doctor` what must be fixed; 2 wrong input;
+        130 interrupted.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
