@@ -282,6 +282,11 @@ AMISS: dict[str, tuple[Any, Level, str]] = {
         Level.MUST_FIX,
         "none",
     ),
+    "another family's code": (
+        gpu(capability=(12, 0), architectures=("compute_100f",)),
+        Level.MUST_FIX,
+        "none",
+    ),
     # its kernels
     "no triton to import": (
         replace(GPU_KERNELS, is_triton=False, triton_error="No module named 'triton'"),
