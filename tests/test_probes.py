@@ -31,6 +31,7 @@ from sparsekv.machine.link import (
 from sparsekv.machine.memory import HostMemory, probe_memory
 from sparsekv.machine.versions import probe_versions
 from sparsekv.regions import numa
+from sparsekv.regions.memory import Mapping
 
 AVX2 = "fpu avx2 fma f16c"
 AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
@@ -186,6 +187,7 @@ class TestCgroup:
             (SPLIT, "memory/outer/memory.limit_in_bytes", "9223372036854771712", None),
             (SPLIT, "memory/outer/memory.limit_in_bytes", "x", None),
             (SPLIT, "outer/memory.max", "1073741824", None),
+            ("5:pids:/outer\n", "memory/outer/memory.limit_in_bytes", "1", None),
             ("rubbish", "memory.max", "1", None),
             ("x:::\n:::\n0::", "memory.max", "1", None),
         ],
@@ -317,10 +319,13 @@ class TestGpu:
         assert (gpu.device, gpu.reason) == (None, "lost")
 
     def test_a_build_without_cuda_is_not_asked(self, tmp_path: Path) -> None:
-        plain = fake_torch(None, is_available=lambda: False, init=raising(AssertionError()))
+        plain = fake_torch(None, is_available=lambda: False, init=raising(AssertionError("asked")))
         gpu = self.probe(tmp_path, plain, CUDA_VISIBLE_DEVICES="")
         assert (gpu.device, gpu.reason, gpu.cuda, gpu.driver) == (None, "", None, None)
         assert (gpu.hidden_by, gpu.has_nodes) == ("", False)
+
+    def test_the_drivers_control_node_is_no_device(self, tmp_path: Path) -> None:
+        assert not self.probe(write(tmp_path, {"dev/nvidiactl": ""}), fake_torch()).has_nodes
 
     def test_a_build_for_amd_is_known(self, tmp_path: Path) -> None:
         assert self.probe(tmp_path, fake_torch(None, "6.4")).is_rocm
@@ -363,7 +368,11 @@ class TestCopies:
         accelerator = SimulatedAccelerator()
         fail = raising(CapacityError("refused (error 2); free memory"))
         monkeypatch.setattr(accelerator, "register", fail)
+        unmapped = []
+        unmap = Mapping.unmap
+        monkeypatch.setattr(Mapping, "unmap", lambda self: unmapped.append(unmap(self)))
         rate = measure_copies(accelerator, 1 << 20)
+        assert len(unmapped) == 1
         assert (rate.gbs, rate.refusal) == (None, "refused (error 2)")
 
     def test_the_simulated_accelerator_hangs_on_no_bus(
