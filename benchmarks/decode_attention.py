@@ -36,6 +36,9 @@ _USUAL_SHARE = 0.7
 _PLACED, _BORROWED_SHARES = 0.5, (0.5, 0.6, 0.7, 0.8, 0.9)
 """One placement, and the shares of the steps over it."""
 
+_MODEL_LAYERS = 32
+"""Of the whole model: as many as leave a GPU of 141 GB room for weights and a DynamicCache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -147,6 +150,7 @@ def _measure_part(
     fastest = best([row for row in rows if row.items() >= case.known.items()])
     share = _USUAL_SHARE if fastest is None else fastest["share"]
     few = case.with_layers(point.baseline_layers)
+    most = case.with_layers(_MODEL_LAYERS)
     measures: dict[str, Callable[[], Iterable[Row]]] = {
         "sweep": lambda: sweep(case, arguments.shares or point.shares, rounds, ceilings),
         "baselines": lambda: baselines(few, rounds, ceilings),
@@ -154,7 +158,7 @@ def _measure_part(
         "short": lambda: short(case, sizes.short_rounds),
         "steps": lambda: steps(case, share, sizes.num_steps, ceilings),
         "ablations": lambda: ablations(case, share, rounds, ceilings),
-        "model": lambda: model_rows(case, _shares_up_to(share), rounds, is_quick, ceilings),
+        "model": lambda: model_rows(most, _shares_up_to(share), rounds, is_quick, ceilings),
     }
     return unless_memory_is_short({**case.known, "part": part}, measures[part])
 

@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import decode_tables, tables
+from benchmarks import decode_tables, share_tables, tables
 from benchmarks.plots import draw_scaling, has_scaling
 from benchmarks.results import FOLDER, ROOT, Result, load_results
+from benchmarks.share_plot import draw_shares
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 
@@ -25,6 +26,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Result]], str]]] = {
     "decode_attention in short": ("decode_attention", decode_tables.decode_in_short),
     "gpu_attention": ("gpu_attention", tables.gpu_attention),
     "prefill_route": ("prefill_route", decode_tables.prefill_route),
+    "share_tracking": ("share_tracking", share_tables.share_tracking),
 }
 """By name: the topic whose results it shows, one for each machine, and what makes Markdown of them.
 """
@@ -55,6 +57,8 @@ def main() -> None:
     for result in load_results("cpu_attention"):
         if has_scaling(result):
             draw_scaling(result, ROOT / "docs")
+    for result in load_results("share_tracking"):
+        draw_shares(result, ROOT / "docs")
     for path in DOCUMENTS:
         path.write_text(render(path.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -26,7 +26,7 @@ from sparsekv import CacheConfig, InplaceKVCache, ShareRouter
 from sparsekv.engine import attend
 from sparsekv.engine.balance import Balance
 from sparsekv.engine.calibrate import calibrate
-from sparsekv.roofline import Calibration
+from sparsekv.roofline import PRESETS, CostModel
 
 CHOSEN, FIXED = "chosen", "fixed"
 BATCH_SIZE = 16
@@ -79,9 +79,9 @@ class _Steps:
         return 1e3 * seconds / num_steps / self._case.num_layers
 
 
-def tracking(case: Case, found: Calibration, shares: Sequence[float], rounds: int) -> Iterator[Row]:
+def tracking(case: Case, cost: CostModel, shares: Sequence[float], rounds: int) -> Iterator[Row]:
     """A row for the chosen share, and one for each of `shares`, all in turn."""
-    balance = Balance(found.cost, is_elastic=False)
+    balance = Balance(cost, is_elastic=False)
     balance.begin(case.context)
     chosen = _Steps(case, balance.router, balance)
     fixed = _Steps(case, ShareRouter(0.0))
@@ -102,18 +102,30 @@ def tracking(case: Case, found: Calibration, shares: Sequence[float], rounds: in
         if share is None:
             assert stats.balance is not None
             row |= {"way": CHOSEN, "share": stats.cpu_share}
-            row |= {"predicted_share": found.cost.optimal_share(case.context)}
+            row |= {"predicted_share": cost.optimal_share(case.context)}
             row |= {"predicted_ms": 1e3 * stats.balance.predicted_s}
         else:
             row |= {"way": FIXED, "share": share}
         yield known | row
 
 
-def calibration_row(case: Case, found: Calibration) -> Row:
-    """What was measured before, and chosen by."""
-    cost = found.cost
+def calibration_row(case: Case) -> tuple[CostModel, Row]:
+    """What the shares are chosen by: measured before, as at the library's first use. Without a GPU
+    a machine that is known, to see that it runs.
+    """
     per_token = case.batch_size * case.geometry.bytes_per_token_per_layer
-    return {
+    residual = None
+    if case.device.type == "cuda":
+        found = calibrate(
+            case.geometry,
+            num_heads=case.shape.num_heads,
+            batch_size=case.batch_size,
+            device=case.device,
+        )
+        cost, residual = found.cost, found.residual
+    else:
+        cost = PRESETS["h200"].cost_model(bytes_per_token=per_token, flops_per_byte=8)
+    return cost, {
         **case.known,
         "kind": "calibration",
         "cpu_gbs": per_token / cost.cpu_s_per_token / 1e9,
@@ -121,7 +133,7 @@ def calibration_row(case: Case, found: Calibration) -> Row:
         "cpu_overhead_us": 1e6 * cost.cpu_overhead_s,
         "gpu_overhead_us": 1e6 * cost.gpu_overhead_s,
         "marginal_share": cost.marginal_share,
-        "residual": found.residual,
+        "residual": residual,
     }
 
 
@@ -223,18 +235,13 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
     with attending_threads(arguments.threads) as num_threads:
         for name in arguments.shapes:
             case = Case.of_model(name, BATCH_SIZE, contexts[-1], device).with_layers(_LAYERS)
-            found = calibrate(
-                case.geometry,
-                num_heads=case.shape.num_heads,
-                batch_size=case.batch_size,
-                device=device,
-            )
-            rows.append({**calibration_row(case, found), "num_threads": num_threads})
-            report(f"{name}: {found.cost}, residual {found.residual:.3f}")
+            cost, row = calibration_row(case)
+            rows.append({**row, "num_threads": num_threads})
+            report(f"{name}: {cost}, residual {row['residual']}")
             for context in contexts:
                 case = Case.of_model(name, BATCH_SIZE, context, device).with_layers(_LAYERS)
                 known = {**case.known, "kind": "tracking"}
-                tracked = partial(tracking, case, found, shares, arguments.rounds)
+                tracked = partial(tracking, case, cost, shares, arguments.rounds)
                 for row in unless_memory_is_short(known, tracked):
                     rows.append({**row, "num_threads": num_threads})
                     report(f"{name}, {case.size}: {row.get('way')} {row.get('share')}")

@@ -1,0 +1,56 @@
+"""The picture of chosen shares over the length (as Figure 12 of arXiv:2609.14507)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.plots import GRAY, INK, figure_of, save, tidy
+from benchmarks.results import Result, Row
+from benchmarks.share_tracking import CHOSEN, cases, optimum
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BLUE, _RED = "#1f5fa8", "#b3452c"
+
+
+def draw_shares(result: Result, folder: Path) -> Path:
+    """Draw the chosen share over the length, and where the best one was; the picture's path."""
+    tracked = list(cases(result.rows))
+    shapes = list(dict.fromkeys(shape for shape, _, _ in tracked))
+    figure, panels = figure_of(len(shapes), width=4.4)
+    for shape, panel in zip(shapes, panels, strict=True):
+        _draw_panel(panel, shape, [rows for name, _, rows in tracked if name == shape])
+    panels[0].set_ylabel("share of the CPU")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.suptitle(f"Chosen and best shares, {result.machine['name']}", color=INK)
+    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
+    return save(figure, result, folder)
+
+
+def _draw_panel(panel: Axes, shape: str, sizes: Sequence[Sequence[Row]]) -> None:
+    chosen = [next(row for row in rows if row["way"] == CHOSEN) for rows in sizes]
+    tokens = [row["context"] for row in chosen]
+    spans = [optimum(rows) for rows in sizes]
+    middles = [(low + high) / 2 for low, high in spans]
+    halves = [(high - low) / 2 for low, high in spans]
+    panel.errorbar(
+        tokens,
+        middles,
+        halves,
+        fmt="none",
+        ecolor=_BLUE,
+        elinewidth=10,
+        alpha=0.35,
+        label="within 1 % of the best step",
+    )
+    panel.plot(tokens, [row["predicted_share"] for row in chosen], "--", color=GRAY, label="r(L)")
+    panel.plot(tokens, [row["share"] for row in chosen], "o", ms=4, color=_RED, label="chosen")
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(tokens, [f"{n // 1024}K" for n in tokens])
+    panel.set_ylim(0, 1)
+    panel.set_title(f"{shape}, {chosen[0]['batch']} sequences", color=INK)
+    panel.set_xlabel("tokens of a sequence")
+    tidy(panel)

@@ -1,0 +1,50 @@
+"""Markdown of how near chosen shares come to the best ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.plots import plot_name
+from benchmarks.results import Result
+from benchmarks.share_tracking import CHOSEN, best_share, cases, optimum
+from benchmarks.tables import checks, markdown, provenance, rate
+
+_CALIBRATED = ["calibrated", "CPU, GB/s", "host to GPU, GB/s", "overheads, us", "p", "residual"]
+_TRACKED = ["", "chosen", "best, from and to", "ms a layer", "best fixed", "ms a layer there"]
+
+
+def share_tracking(results: Sequence[Result]) -> str:
+    """What was calibrated, the chosen shares beside the measured optimum, targets; a picture."""
+    parts = []
+    for result in results:
+        parts.append(provenance(result))
+        parts.append(f"![Shares over length on {result.machine['name']}]({plot_name(result)})")
+        lines = [
+            [
+                f"{row['shape']}, batch {row['batch']}",
+                rate(row["cpu_gbs"]),
+                rate(row["h2d_gbs"]),
+                f"{row['cpu_overhead_us']:.0f} / {row['gpu_overhead_us']:.0f}",
+                f"{row['marginal_share']:.3f}",
+                f"{row['residual']:.3f}",
+            ]
+            for row in result.rows
+            if row["kind"] == "calibration"
+        ]
+        parts.append(markdown(_CALIBRATED, lines))
+        lines = []
+        for shape, size, here in cases(result.rows):
+            chosen, best = next(r for r in here if r["way"] == CHOSEN), best_share(here)
+            low, high = optimum(here)
+            lines.append(
+                [
+                    f"{shape}, {size}",
+                    f"{chosen['share']:.3f}",
+                    f"{low:.3f} to {high:.3f}",
+                    f"{chosen['ms_per_layer']:.3f}",
+                    f"{best['share']:.2f}",
+                    f"{best['ms_per_layer']:.3f}",
+                ]
+            )
+        parts += [markdown(_TRACKED, lines), checks(result)]
+    return "\n\n".join(parts)
