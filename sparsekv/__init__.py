@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sparsekv.engine import CacheConfig
     from sparsekv.format import KVGeometry, PartitionSpec
     from sparsekv.models.patch import patch
+    from sparsekv.models.planning import plan
     from sparsekv.roofline import CostModel, MachineProfile, ShareRouter
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "merge_partials",
     "patch",
+    "plan",
     "split_attention",
 ]
 
@@ -59,6 +61,7 @@ _HOME = {
     "ShareRouter": "sparsekv.roofline",
     "merge_partials": "sparsekv.attention",
     "patch": "sparsekv.models.patch",
+    "plan": "sparsekv.models.planning",
     "split_attention": "sparsekv.attention",
 }
 

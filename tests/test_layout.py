@@ -203,6 +203,7 @@ def test_public_names() -> None:
         "__version__",
         "merge_partials",
         "patch",
+        "plan",
         "split_attention",
     ]
     assert [name for name in sparsekv.__all__ if not hasattr(sparsekv, name)] == []

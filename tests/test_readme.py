@@ -89,7 +89,8 @@ def test_console_output_is_what_the_command_prints(capsys: pytest.CaptureFixture
         command, shown = block.removeprefix("$ sparsekv ").split("\n", 1)
         printed = printed_by(command, capsys)
         assert printed.startswith(shown)
-        assert len(printed.removeprefix(shown).splitlines()) == 1  # the line about this machine
+        assert printed.removeprefix(shown)[:1] in ("", "\n")  # whole paragraphs
+    assert any(" ".join(block.split()).endswith("a real step takes longer.") for block in blocks)
 
 
 def test_numbers_of_the_first_sentence_come_from_the_plan(
@@ -100,8 +101,8 @@ def test_numbers_of_the_first_sentence_come_from_the_plan(
         r"for (\d+) sequences of (\S+) tokens take (.*? GiB): sparsekv keeps (.*? MiB) ", sentence
     ).groups()
     plan = printed_by(f"plan qwen3-30b-a3b --batch-size {sequences} --tokens {tokens}", capsys)
-    assert f"CPU: {total};" in plan
-    assert f"GPU: {on_gpu}," in plan
+    assert re.search(rf"as asked .*│ {total} │", plan)
+    assert f"the cache keeps {on_gpu} on the GPU" in plan
 
 
 def test_bytes_of_the_format_section_are_the_geometrys() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -36,6 +37,12 @@ def print_error(message: str) -> None:
 def print_json(result: Mapping[str, object]) -> None:
     """Write one JSON object to stdout and nothing else."""
     stdout_console().print(json.dumps(result, indent=2), markup=False, soft_wrap=True)
+
+
+def print_text(text: str) -> None:
+    """Write prose, broken between words where the console ends."""
+    console = stdout_console()
+    console.print(textwrap.fill(text, console.width, break_on_hyphens=False), markup=False)
 
 
 def print_table(

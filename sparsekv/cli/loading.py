@@ -9,10 +9,8 @@ from typing import TypeVar
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -21,25 +19,6 @@ from sparsekv.cli.errors import CommandLineError
 from sparsekv.cli.progress import Display
 
 _T = TypeVar("_T")
-
-
-def read_config(path: Path) -> PretrainedConfig:
-    """The configuration of a model folder, or of one `config.json`.
-
-    Raises:
-        CommandLineError: there is none, or it cannot be read.
-    """
-    if not path.exists():
-        raise CommandLineError(
-            f"{path}: no such file or folder; give a folder with config.json, weights and "
-            "tokenizer, as `hf download` or save_pretrained writes it"
-        )
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise CommandLineError(
-            f"{path}: the folder holds no config.json; give the folder that save_pretrained wrote"
-        )
-    return _readable(file, lambda: AutoConfig.from_pretrained(file, local_files_only=True))
 
 
 def load_model(

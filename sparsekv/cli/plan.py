@@ -1,13 +1,15 @@
-"""`sparsekv plan`: the bytes each region will take, before anything is loaded."""
+"""`sparsekv plan`: what a run takes and how fast its steps will be, before anything is loaded."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
-from sparsekv.cli.console import print_json, stdout_console
-from sparsekv.cli.sizes import format_bytes, parse_tokens
+from sparsekv.cli.console import print_json
+from sparsekv.cli.errors import CommandLineError
+from sparsekv.cli.sizes import parse_bytes, parse_tokens
 
 _KNOWN = (
     "qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, smollm2, deepseek-v4-flash, deepseek-v4-pro"
@@ -15,17 +17,54 @@ _KNOWN = (
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(help=f"A known name ({_KNOWN}), a model folder or a config.json."),
-    ],
-    batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    ] = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", envvar="SPARSEKV_MODEL", help="The same, by name.")
+    ] = None,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            "--batch-size",
+            "--batch",
+            envvar=["SPARSEKV_BATCH_SIZE", "SPARSEKV_BATCH"],
+            help="Sequences at a time.",
+        ),
+    ] = 1,
     tokens: Annotated[
-        str, typer.Option(help="Context of each sequence, as 32K, 1M or 32768.")
+        str,
+        typer.Option(
+            "--tokens",
+            "--context",
+            envvar=["SPARSEKV_TOKENS", "SPARSEKV_CONTEXT"],
+            help="Context of each sequence, as 32K, 1M or 32768.",
+        ),
     ] = "32K",
+    prompt_tokens: Annotated[
+        str, typer.Option(help="How much of the context is a prompt; the rest is generated.")
+    ] = "2K",
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="h200, a100, v100, or this: what was measured here. Else this where it was "
+            "measured, and h200 in its place where not."
+        ),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(help="Host memory to use, as 120GiB; else what the machine has to give."),
+    ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(help="GPU memory to use, as 80GiB; else what the machine has."),
+    ] = None,
     cpu_share: Annotated[
-        float, typer.Option(help="Share of the tokens that the CPU attends to, 0 to 1.")
-    ] = 0.5,
+        str,
+        typer.Option(help="Share of the tokens that the CPU attends to, 0 to 1; auto: the best."),
+    ] = "auto",
     window_size: Annotated[
         int,
         typer.Option(help="Newest tokens (DeepSeek-V4: compressed entries), kept on the GPU."),
@@ -42,31 +81,66 @@ def plan(
         typer.Option(help="DeepSeek-V4's entries on the CPU: native, or packed (584 bytes)."),
     ] = "native",
     json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
 ) -> None:
-    """Show how much memory the KV cache of a model takes, and whether this machine has it."""
+    """Show what a model and its KV cache take, whether that fits, and how fast steps will be."""
+    name = _one_model(context, model, model_option)
     num_tokens = parse_tokens("--tokens", tokens)
+    num_prompt_tokens = parse_tokens("--prompt-tokens", prompt_tokens)
+    share = _parse_share(cpu_share)
+    ram_bytes = None if ram is None else parse_bytes("--ram", ram)
+    vram_bytes = None if vram is None else parse_bytes("--vram", vram)
 
-    from sparsekv import CacheConfig
+    import sparsekv
     from sparsekv.cli.devices import parse_dtype, parse_entry_format
-    from sparsekv.cli.geometries import find_geometry
-    from sparsekv.cli.memory_plans import plan_memory
-    from sparsekv.regions.memory import available_bytes
+    from sparsekv.cli.plan_report import print_plan
+    from sparsekv.cli.quiet import quiet_libraries
 
-    config = CacheConfig(cpu_share=cpu_share, window_size=window_size, block_size=block_size)
-    wanted = None if dtype is None else parse_dtype(dtype)
-    geometry = find_geometry(model, wanted, parse_entry_format(entry_format))
-    planned = plan_memory(geometry, config, num_tokens, batch_size)
-    available = available_bytes()
-    fits = planned.cpu_bytes <= available
-    if json:
-        print_json({**planned.as_dict(), "available_cpu_bytes": available, "fits": fits})
-        return
-    packed = ", entries packed" if entry_format == "packed" else ""
-    dtype_name = str(geometry.dtype).removeprefix("torch.")
-    planned.print(f"{model}: {batch_size} x {num_tokens:,} tokens in {dtype_name}{packed}")
-    stdout_console().print(
-        f"CPU: {format_bytes(planned.cpu_bytes)}; {'fits' if fits else 'does not fit'} this "
-        f"machine, which has {format_bytes(available)} to give"
+    if Path(name).exists():
+        quiet_libraries()
+    planned = sparsekv.plan(
+        name,
+        batch_size=batch_size,
+        num_tokens=num_tokens,
+        prompt_tokens=num_prompt_tokens,
+        cpu_share=share,
+        machine=machine,
+        ram_bytes=ram_bytes,
+        vram_bytes=vram_bytes,
+        window_size=window_size,
+        block_size=block_size,
+        dtype=None if dtype is None else parse_dtype(dtype),
+        entry_format=parse_entry_format(entry_format),
     )
+    if json:
+        print_json(planned.as_dict())
+    else:
+        print_plan(planned)
+
+
+def _one_model(context: typer.Context, argument: str | None, option: str | None) -> str:
+    """The model, given in one of two ways; an argument wins over the environment."""
+    source = context.get_parameter_source("model_option")
+    if argument is not None and option is not None and source is not None:
+        if source.name == "COMMANDLINE" and option != argument:
+            raise CommandLineError(f"--model={option} and {argument}: give one model, once")
+        return argument
+    name = argument if argument is not None else option
+    if name is None:
+        raise CommandLineError(
+            f"no MODEL: give a known name ({_KNOWN}), a model folder or a config.json, as "
+            "`sparsekv plan qwen3-30b-a3b` or with --model"
+        )
+    return name
+
+
+def _parse_share(text: str) -> float | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise CommandLineError(
+            f"--cpu-share={text}: must be auto, or a number from 0 to 1"
+        ) from error

@@ -14,12 +14,12 @@ from sparsekv import CacheConfig, patch
 from sparsekv.cli import report
 from sparsekv.cli.console import print_json, stderr_console
 from sparsekv.cli.demo import demo_folder, demo_prompt
-from sparsekv.cli.geometries import config_geometry
-from sparsekv.cli.loading import load_model, read_config
+from sparsekv.cli.loading import load_model
 from sparsekv.cli.progress import Display
 from sparsekv.cli.prompts import RANDOM_DEMO
 from sparsekv.cli.random_model import random_model, random_prompt
 from sparsekv.cli.streaming import generate_watched
+from sparsekv.models.sizes import config_geometry, read_config
 
 _NO_TEXT = "Random weights and no tokenizer, so token ids in place of text:\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from sparsekv.cli.errors import CommandLineError
+from sparsekv.errors import LayoutError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 _SUFFIXES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -24,6 +25,31 @@ def parse_tokens(name: str, text: str) -> int:
             "1024 x 1024; write 32768 or 32K"
         )
     return tokens
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Read a size: `32GiB` or `32G` (binary), `32GB` (decimal), or bytes.
+
+    Raises:
+        CommandLineError: not a size, or less than a byte.
+    """
+    from sparsekv.regions.memory import parse_bytes as parse
+
+    try:
+        num_bytes = parse(text)
+    except LayoutError as error:
+        raise CommandLineError(f"{name}={text}: {error}") from error
+    if num_bytes < 1:
+        raise CommandLineError(f"{name}={text}: must be at least 1 byte; write a size as 32GiB")
+    return num_bytes
+
+
+def format_tokens(num_tokens: int) -> str:
+    """Write a number of tokens as `parse_tokens` reads it: `128K`, `1M`, or all digits."""
+    for suffix in ("M", "K"):
+        if num_tokens and num_tokens % _UNITS[suffix] == 0:
+            return f"{num_tokens // _UNITS[suffix]}{suffix}"
+    return str(num_tokens)
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparsekv.cli.console import print_table, stdout_console
-from sparsekv.cli.sizes import format_bytes
 from sparsekv.engine.config import CacheConfig
+from sparsekv.engine.model_size import Geometry
 from sparsekv.errors import LayoutError
 from sparsekv.format import Footprint, KVGeometry
 from sparsekv.format.compressed import CompressedFootprint, CompressedGeometry
@@ -24,6 +23,25 @@ class RegionPlan:
         """Bytes in host memory."""
         return self.footprint.cpu_bytes
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes on the GPU, whatever the context."""
+        return self.footprint.gpu_bytes
+
+    @property
+    def growing_gpu_bytes(self) -> int:
+        """Bytes on the GPU that grow with the context: none."""
+        return 0
+
+    def rows(self) -> list[tuple[str, str, int]]:
+        """Each region, its memory, and its bytes."""
+        return [
+            ("window", "GPU", self.footprint.window_bytes),
+            ("ping-pong", "GPU", self.footprint.ping_pong_bytes),
+            ("unpinned", "CPU", self.footprint.unpinned_bytes),
+            ("pinned", "CPU", self.footprint.pinned_bytes),
+        ]
+
     def as_dict(self) -> dict[str, object]:
         """The plan as JSON holds it."""
         footprint = self.footprint
@@ -33,24 +51,9 @@ class RegionPlan:
             "ping_pong_bytes": footprint.ping_pong_bytes,
             "unpinned_bytes": footprint.unpinned_bytes,
             "pinned_bytes": footprint.pinned_bytes,
-            "gpu_bytes": footprint.gpu_bytes,
-            "cpu_bytes": footprint.cpu_bytes,
+            "gpu_bytes": self.gpu_bytes,
+            "cpu_bytes": self.cpu_bytes,
         }
-
-    def print(self, title: str) -> None:
-        """Write the table, what a token takes, and what the GPU holds."""
-        regions = (
-            ("window", "GPU", self.footprint.window_bytes),
-            ("ping-pong", "GPU", self.footprint.ping_pong_bytes),
-            ("unpinned", "CPU", self.footprint.unpinned_bytes),
-            ("pinned", "CPU", self.footprint.pinned_bytes),
-        )
-        rows = [[name, memory, format_bytes(num_bytes)] for name, memory, num_bytes in regions]
-        print_table(title, ["region", "memory", "bytes"], rows)
-        console = stdout_console()
-        per_token = format_bytes(self.geometry.bytes_per_token)
-        console.print(f"each token: {per_token} in {self.geometry.num_layers} layers")
-        console.print(f"GPU: {format_bytes(self.footprint.gpu_bytes)}, whatever the context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,41 +131,31 @@ class CompressedPlan:
             "cpu_bytes": self.cpu_bytes,
         }
 
-    def print(self, title: str) -> None:
-        """Write the table, what a token adds, and what the GPU holds."""
-        rows = [
-            [f"{kind.num_layers} {kind.kind}", name, memory, format_bytes(num_bytes)]
-            for kind, name, memory, num_bytes in self.rows()
-        ]
-        print_table(title, ["layers", "what", "memory", "bytes"], rows, num_words=3)
-        console = stdout_console()
-        adds = f"each token adds {self.geometry.bytes_per_token():,.0f} B"
-        if (production := self.production_bytes_per_token) is not None:
-            adds += f" ({production:,.0f} B in production formats: packed entries, fp4 index keys)"
-        console.print(adds, soft_wrap=True)
-        growing, constant = self.growing_gpu_bytes, self.gpu_bytes - self.growing_gpu_bytes
-        console.print(
-            f"GPU: {format_bytes(self.gpu_bytes)}; index keys and HCA entries, "
-            f"{format_bytes(growing)}, grow with the context, {format_bytes(constant)} do not",
-            soft_wrap=True,
-        )
+
+MemoryPlan = RegionPlan | CompressedPlan
 
 
 def plan_memory(
-    geometry: KVGeometry | CompressedGeometry, config: CacheConfig, num_tokens: int, batch_size: int
-) -> RegionPlan | CompressedPlan:
-    """Plan for `batch_size` sequences of up to `num_tokens` tokens.
+    geometry: Geometry,
+    config: CacheConfig,
+    *,
+    batch_size: int,
+    num_tokens: int,
+    placed_share: float,
+) -> MemoryPlan:
+    """What the cache of `batch_size` sequences of `num_tokens` tokens takes, with `placed_share` of
+    them unpinned.
 
     Raises:
-        LayoutError: a batch size that is not a positive whole number.
+        LayoutError: a batch size that is not a positive whole number, or a share outside [0, 1].
     """
     if isinstance(geometry, KVGeometry):
         spec = config.spec(geometry, batch_size)
-        footprint = spec.footprint(num_tokens, config.placed_share)
+        footprint = spec.footprint(num_tokens, placed_share)
         return RegionPlan(geometry=geometry, footprint=footprint)
     spec = config.entry_spec(geometry, batch_size)
     return CompressedPlan(
         geometry=geometry,
         kinds=tuple(k for k in geometry.footprint(num_tokens, batch_size) if k.num_layers),
-        pool=spec.footprint(num_tokens // geometry.csa_ratio, config.placed_share),
+        pool=spec.footprint(num_tokens // geometry.csa_ratio, placed_share),
     )
