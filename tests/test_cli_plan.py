@@ -267,6 +267,8 @@ class TestOptions:
             (["plan", "smollm2", "--cpu-share", "much"], ["much", "auto"]),
             (["plan", "smollm2", "--cpu-share", "nan"], ["nan"]),
             (["plan", "smollm2", "--prompt-tokens", "0"], ["--prompt-tokens=0"]),
+            (["plan", "smollm2", "--plot", "a.pdf"], ["--plot=a.pdf", ".png", ".svg"]),
+            (["plan", "smollm2", "--map", "nowhere/a.png"], ["nowhere", "no folder"]),
         ],
     )
     def test_mistake_is_named_in_one_line(
@@ -295,6 +297,84 @@ class TestOptions:
     def test_tokens_are_written_as_they_are_read(self, num_tokens: int, text: str) -> None:
         assert format_tokens(num_tokens) == text
         assert parse_tokens("--tokens", text) == num_tokens
+
+
+class TestPictures:
+    @pytest.mark.parametrize(
+        ("model", "machine"), [("qwen3-30b-a3b", None), ("deepseek-v4-flash", "a100")]
+    )
+    def test_axes_have_names_and_units_and_lines_a_legend(
+        self,
+        model: str,
+        machine: str | None,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        pytest.importorskip("matplotlib")
+        plot, heat = tmp_path / "plan.svg", tmp_path / "map.svg"
+        chosen = ["--machine", machine] if machine else []
+        run(capsys, "plan", model, "--plot", str(plot), "--map", str(heat), *chosen)
+        drawn = re.sub(r"<[^>]*>", "\n", plot.read_text(encoding="utf-8"))
+        for words in (
+            "context, tokens",
+            "ms per token of each sequence",
+            "r(L), fastest",
+            "R(L), placed",
+            "streamed to the GPU only",
+            "CPU only",
+            "both, at R(L)",
+            "32K",
+            model,
+        ):
+            assert words in drawn, words
+        drawn = re.sub(r"<[^>]*>", "\n", heat.read_text(encoding="utf-8"))
+        marked = machine or "h200"
+        share = sparsekv.plan(model, machine=marked).rates.cost.marginal_share
+        others = PRESETS.keys() - {marked}
+        for words in (
+            "from host memory to the GPU, GB/s",
+            "attended by the CPU, GB/s of keys and values",
+            "CPU's share of a long context",
+            f"{marked}: share {share:.2f}",
+            *others,
+        ):
+            assert words in drawn, words
+
+    @pytest.mark.parametrize("context", ["100", "3000", "1M"])
+    def test_png_of_any_length(
+        self, context: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("matplotlib")
+        file = tmp_path / "plan.png"
+        run(capsys, "plan", "smollm2", "--context", context, "--plot", str(file), "--json")
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+    def test_points_are_whole_windows_between_prompt_and_context(self) -> None:
+        from sparsekv.cli.plan_plots import _lengths
+
+        lengths = _lengths(sparsekv.plan("smollm2", num_tokens=100_000, machine="h200"))
+        assert (lengths[0], lengths[-1]) == (2048, 100_000)
+        assert lengths == sorted(set(lengths))
+        assert len(lengths) > 50
+        assert [length for length in lengths[:-1] if length % 256] == []
+
+    @pytest.mark.parametrize("option", ["--plot", "--map"])
+    def test_without_matplotlib_the_extra_is_named(
+        self, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert main(["plan", "smollm2", option, "a.png"]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert "pip install 'sparsekv[plot]'" in shown.err
+
+    def test_a_file_that_cannot_be_written_is_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("matplotlib")
+        (tmp_path / "a.png").mkdir()
+        assert main(["plan", "smollm2", "--plot", str(tmp_path / "a.png")]) == 2
+        assert "a.png: cannot be written" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_terminal_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,19 @@ def plan(
         str,
         typer.Option(help="DeepSeek-V4's entries on the CPU: native, or packed (584 bytes)."),
     ] = "native",
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw shares and times over the context into this .png or .svg file."),
+    ] = None,
+    map_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--map",
+            envvar="SPARSEKV_MAP",
+            help="Draw the best share over the two bandwidths, with the machine marked, into this "
+            ".png or .svg file.",
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
@@ -91,6 +104,12 @@ def plan(
     share = _parse_share(cpu_share)
     ram_bytes = None if ram is None else parse_bytes("--ram", ram)
     vram_bytes = None if vram is None else parse_bytes("--vram", vram)
+
+    from sparsekv.cli.plan_plots import check_picture, draw_map, draw_plan
+
+    for option, file in (("--plot", plot), ("--map", map_file)):
+        if file is not None:
+            check_picture(option, file)
 
     import sparsekv
     from sparsekv.cli.devices import parse_dtype, parse_entry_format
@@ -113,6 +132,10 @@ def plan(
         dtype=None if dtype is None else parse_dtype(dtype),
         entry_format=parse_entry_format(entry_format),
     )
+    if plot is not None:
+        draw_plan(planned, plot)
+    if map_file is not None:
+        draw_map(planned, map_file)
     if json:
         print_json(planned.as_dict())
     else:
