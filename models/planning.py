@@ -12,7 +12,7 @@ from sparsekv.engine.machine_choice import choose_budget, choose_rates
 from sparsekv.engine.planner import Plan, plan_run
 from sparsekv.format.compressed import EntryFormat
 from sparsekv.models.sizes import find_size
-from sparsekv.roofline import MachineProfile
+from sparsekv.roofline import Calibration, MachineProfile
 
 _PROMPT_TOKENS = 2048
 """The prompt of the paper's runs (arXiv:2609.14507, section 7)."""
@@ -25,7 +25,7 @@ def plan(
     num_tokens: int = 32768,
     prompt_tokens: int = _PROMPT_TOKENS,
     cpu_share: float | Literal["auto"] = "auto",
-    machine: str | MachineProfile | None = None,
+    machine: str | MachineProfile | Calibration | None = None,
     ram_bytes: int | None = None,
     vram_bytes: int | None = None,
     window_size: int = 256,
@@ -48,9 +48,9 @@ def plan(
         prompt_tokens: how much of it is placed at once, at the share that is best for it; what
             follows is placed at the marginal share.
         cpu_share: share of the placed tokens that the CPU attends to; "auto": as the rates have it.
-        machine: a preset's name ("h200", "a100", "v100"), a profile, or "this": what was measured
-            here for this model and batch. None: that where it exists, else the preset "h200",
-            which `Plan.rates.origin` then calls a stand-in.
+        machine: a preset's name ("h200", "a100", "v100"), a profile, a calibration, or "this": what
+            was measured here for this model and batch. None: that where it exists, else the preset
+            "h200", which `Plan.rates.origin` then calls a stand-in.
         ram_bytes: host memory for the cache; None: what the machine has to give.
         vram_bytes: GPU memory for weights and cache; None: what the machine has.
         window_size: newest tokens (DeepSeek-V4: compressed entries) on the GPU.
@@ -59,8 +59,8 @@ def plan(
         entry_format: DeepSeek-V4's entries on the CPU: "native", or "packed" into 584 bytes.
     Raises:
         UnsupportedModelError: no such model, or one that sparsekv does not support.
-        LayoutError: a number, share or size that breaks a rule; no such machine; or "this" where
-            nothing was measured.
+        LayoutError: a number, share or size that breaks a rule; no such machine; "this" where
+            nothing was measured; or a calibration for another model or batch.
     """
     config = CacheConfig(window_size=window_size, block_size=block_size, entry_format=entry_format)
     size = find_size(model, dtype, entry_format)

@@ -475,6 +475,20 @@ def test_what_was_measured_here_is_used_for_that_model_and_batch_only() -> None:
     assert sparsekv.plan("qwen3-30b-a3b", batch_size=4, machine="h200").rates.preset == "h200"
 
 
+def test_a_calibration_is_taken_for_its_model_and_batch_alone() -> None:
+    calibration = save_calibration(cpu="of another machine")
+    planned = sparsekv.plan("qwen3-30b-a3b", batch_size=4, machine=calibration)
+    assert (planned.rates.origin, planned.rates.cost) == ("given", calibration.cost)
+    assert planned.budget.vram_bytes == calibration.machine.vram_bytes
+    for options in (
+        {"model": "mixtral-8x7b", "batch_size": 4},
+        {"model": "qwen3-30b-a3b", "batch_size": 5},
+        {"model": "qwen3-30b-a3b", "batch_size": 4, "dtype": torch.float16},
+    ):
+        with pytest.raises(LayoutError, match=r"32 heads 4 kv .* batch of 4: this plan is for"):
+            sparsekv.plan(**options, machine=calibration)
+
+
 @pytest.mark.parametrize("field", ["cpu", "gpu", "driver", "geometry", "dtype"])
 def test_a_calibration_of_another_machine_is_not_used(field: str) -> None:
     save_calibration(**{field: "another"})

@@ -8,23 +8,28 @@ from sparsekv.checks import check_positive_int
 from sparsekv.engine.fit import Budget
 from sparsekv.engine.model_size import ModelSize
 from sparsekv.engine.planner import Rates
-from sparsekv.engine.profile_key import find_calibration
+from sparsekv.engine.profile_key import find_calibration, profile_key
 from sparsekv.errors import LayoutError
 from sparsekv.regions import memory
-from sparsekv.roofline import PRESETS, MachineProfile
+from sparsekv.roofline import PRESETS, Calibration, MachineProfile
 
 STAND_IN = "h200"
 """The preset in place of a measurement: the host of this project's benchmarks."""
 THIS = "this"
 
 
-def choose_rates(machine: str | MachineProfile | None, model: ModelSize, batch_size: int) -> Rates:
+def choose_rates(
+    machine: str | MachineProfile | Calibration | None, model: ModelSize, batch_size: int
+) -> Rates:
     """The rates of a machine for a model and batch; see `sparsekv.plan`.
 
     Raises:
-        LayoutError: no such machine, "this" where nothing was measured, or a batch size that is not
-            a positive whole number.
+        LayoutError: no such machine, "this" where nothing was measured, a calibration for another
+            model or batch, or a batch size that is not a positive whole number.
     """
+    if isinstance(machine, Calibration):
+        _check_calibration(machine, model, batch_size)
+        return Rates(machine=machine.machine, cost=machine.cost, origin="given")
     if isinstance(machine, MachineProfile):
         cost = model.cost_on(machine, batch_size)
         return Rates(machine=machine, cost=cost, origin="given")
@@ -40,8 +45,8 @@ def choose_rates(machine: str | MachineProfile | None, model: ModelSize, batch_s
         )
     if machine not in PRESETS:
         raise LayoutError(
-            f"machine={machine!r}: must be one of {', '.join((*PRESETS, THIS))}, or a "
-            "MachineProfile"
+            f"machine={machine!r}: must be one of {', '.join((*PRESETS, THIS))}, a MachineProfile "
+            "or what calibrate returns"
         )
     return _of_preset(machine, model, batch_size, is_stand_in=False)
 
@@ -79,6 +84,21 @@ def _measured(model: ModelSize, batch_size: int) -> Rates | None:
     if found is None:
         return None
     return Rates(machine=found.machine, cost=found.cost, origin="calibration")
+
+
+def _check_calibration(calibration: Calibration, model: ModelSize, batch_size: int) -> None:
+    key, num_threads = calibration.key, calibration.key.num_threads
+    wanted = profile_key(
+        model.attended, model.num_heads, batch_size=batch_size, num_threads=num_threads
+    )
+    found, asked = (
+        f"{k.geometry} in {k.dtype} with a batch of {k.batch_size}" for k in (key, wanted)
+    )
+    if found != asked:
+        raise LayoutError(
+            f"machine=a calibration for {found}: this plan is for {asked}; calibrate for that, or "
+            "give the calibration's machine"
+        )
 
 
 def _of_preset(name: str, model: ModelSize, batch_size: int, *, is_stand_in: bool) -> Rates:
