@@ -88,8 +88,8 @@ def partial_attention(
         )
     check_inputs(query, key, value, positions, row_table, key_mask, key_start)
     check_visibility(query, key, sliding_window, blocks)
-    out = torch.empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32)
+    out = torch.empty(*query.shape[:3], value.shape[-1], dtype=torch.float32, device="cpu")
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device="cpu")
     query = (query.detach() if query.requires_grad else query).float()
     query = query if is_contiguous_at_last(query) else query.contiguous()
     if key_mask is not None and not is_contiguous_at_last(key_mask):
