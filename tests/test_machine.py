@@ -196,20 +196,9 @@ def test_the_h200_host_is_as_it_was_measured():
     by_amx = result("cpu_attention", "gbs", kind="rate", shape="v4", way="amx", **threads)
     assert h200.cpu_tflops == pytest.approx(128 * by_amx / 1e3, rel=1e-3)
     assert h200.ram_bytes == results("ceilings")["machine"]["memory_bytes"]
-    steps = [result("gpu_attention", "step_us", kind="step", shape=s) for s in ("qwen3", "mixtral")]
-    assert h200.gpu_overhead_s == pytest.approx(sum(steps) / 2e6, rel=0.02)
-
-
-def test_calls_of_the_h200_host_that_read_nothing_would_take_the_overhead():
-    intercepts = []
-    for shape in ("qwen3", "mixtral"):
-        rows = [row for row in results("cpu_attention")["rows"] if row["kind"] == "call"]
-        calls = [(r["call_bytes"], r["call_bytes"] / r["gbs"]) for r in rows if r["shape"] == shape]
-        mean_x, mean_y = (sum(column) / len(calls) for column in zip(*calls, strict=True))
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in calls)
-        slope /= sum((x - mean_x) ** 2 for x, _ in calls)
-        intercepts.append((mean_y - slope * mean_x) / 1e9)
-    assert PRESETS["h200"].cpu_overhead_s == pytest.approx(sum(intercepts) / 2, rel=0.01)
+    for engine in ("cpu", "gpu"):
+        calibrated = result("share_tracking", f"{engine}_overhead_us", kind="calibration")
+        assert getattr(h200, f"{engine}_overhead_s") == pytest.approx(calibrated / 1e6, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,9 @@ PRESETS: Mapping[str, MachineProfile] = MappingProxyType(
             ram_bytes=135_148_564_480,
             vram_bytes=141 * 10**9,  # NVIDIA's data sheet
             num_threads=15,
-            # cpu_attention, calls of 64 MiB to 1 GiB: 0.26 (Qwen3) and 0.36 ms (Mixtral) are left
-            # for no bytes at all. gpu_attention, a short step: 31 and 33 us.
-            cpu_overhead_s=3.1e-4,
-            gpu_overhead_s=3.2e-5,
+            # share_tracking: calibrated in decode steps, where neither line leaves a rest.
+            cpu_overhead_s=0.0,
+            gpu_overhead_s=0.0,
         ),
     }
 )
