@@ -22,6 +22,8 @@ from sparsekv.cli.main import main
 from sparsekv.cli.progress import Display
 from sparsekv.cli.sizes import format_bytes, parse_tokens
 from sparsekv.errors import SparseKVError
+from sparsekv.format import ShareStats
+from sparsekv.roofline import CostModel
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "paper_tables.json").read_text(encoding="utf-8"))
@@ -164,6 +166,10 @@ class TestWrongInput:
             (["generate", "--demo", "gpt5"], ["gpt5", "smollm2"]),
             (["generate", "{tiny}", "--prompt", "x", "--cpu-share", "1.5"], ["cpu_share", "1.5"]),
             (["generate", "{tiny}", "--prompt", "x", "--cpu-share", "nan"], ["cpu_share", "nan"]),
+            (
+                ["generate", "{tiny}", "--prompt", "x", "--cpu-share", "half"],
+                ["--cpu-share=half", "auto", "0 to 1"],
+            ),
             (
                 ["generate", "{tiny}", "--prompt", "x", "--window-size", "100"],
                 ["window_size=100", "64"],
@@ -391,6 +397,77 @@ class TestGenerate:
         kept = shown.out.strip("\n")
         assert kept
         assert whole.startswith(kept.rstrip("\ufffd"))
+
+
+class TestShareOfARun:
+    ARGUMENTS = ("--prompt", PROMPT * 3, *SMALL)
+
+    def test_auto_is_the_default_and_one_half_where_nothing_is_measured(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        result = run_json(capsys, "generate", str(folder), *self.ARGUMENTS)
+        assert result["share"] == {
+            "asked": "auto",
+            "in_use": result["cpu_share"],
+            "placed": result["cpu_share"],
+            "balance": None,
+        }
+        assert result["cpu_share"] == pytest.approx(0.5, abs=0.03)
+        shown = self._shown(folder, capsys)
+        line = f"CPU share of placed tokens {result['cpu_share']:.1%}; auto aims at one half"
+        assert line in shown
+        assert "one half" not in self._shown(folder, capsys, "--cpu-share", "0.5")
+
+    def test_a_number_is_kept_to(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        arguments = [*self.ARGUMENTS, "--cpu-share", "0.25"]
+        share = run_json(capsys, "generate", str(folder), *arguments)["share"]
+        assert share["asked"] == 0.25
+        assert share["in_use"] == share["placed"] == pytest.approx(0.25, abs=0.03)
+        shown = self._shown(folder, capsys, "--cpu-share", "0.25")
+        assert f"CPU share of placed tokens {share['in_use']:.1%}\n" in shown
+
+    def test_elastic_borrows_and_says_so(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        elastic = ["--cpu-share", "0.6", "--elastic"]
+        arguments = [*self.ARGUMENTS, *elastic, "--compare"]
+        result = run_json(capsys, "generate", str(folder), *arguments)
+        share = result["share"]
+        assert share["placed"] == pytest.approx(0.5, abs=0.03)
+        assert share["in_use"] == pytest.approx(0.6, abs=0.03)
+        assert result["identical_tokens"] == 12
+        shown = self._shown(folder, capsys, *elastic)
+        placed, borrowed = share["placed"], share["in_use"] - share["placed"]
+        assert f"({placed:.1%} unpinned, {borrowed:.1%} borrowed)\n" in shown
+
+    def test_what_balances_itself_tells_aim_and_prediction(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        cost = CostModel(cpu_s_per_token=1e-6, h2d_s_per_token=3e-6)
+        monkeypatch.setattr("sparsekv.models.store.cost_of", lambda *_, **__: cost)
+        result = run_json(capsys, "generate", str(folder), *self.ARGUMENTS)
+        share, balance = result["share"], result["share"]["balance"]
+        assert balance["target_share"] == 0.75
+        assert share["in_use"] == pytest.approx(0.75, abs=0.03)
+        placed = sum(r["tokens"] for r in result["regions"] if r["memory"] == "CPU")
+        predicted_s = cost.step_time(share["in_use"], placed)
+        assert balance["predicted_s"] == pytest.approx(predicted_s)
+        shown = self._shown(folder, capsys)
+        assert "share aimed at 75.0%; ms a layer: " in shown
+        assert f"{1e3 * predicted_s:.3f} predicted" in shown
+        assert "one half" not in shown
+
+    def test_measured_times_are_told_beside_the_predicted_one(self) -> None:
+        stats = ShareStats(
+            target_share=0.7, predicted_s=1.5e-3, measured_cpu_s=1.25e-3, measured_gpu_s=2e-3
+        )
+        assert str(stats).endswith(
+            "ms a layer: 1.500 predicted, CPU 1.250 measured, GPU 2.000 measured"
+        )
+
+    def _shown(self, folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+        assert main(["generate", str(folder), *self.ARGUMENTS, *arguments]) == 0
+        return capsys.readouterr().out
 
 
 class TestProgress:

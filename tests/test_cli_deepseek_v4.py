@@ -166,7 +166,14 @@ class TestGenerate:
         assert len([int(token) for token in ids.split()]) == 8
         for word in ("sliding", "csa", "hca", "index keys", "open windows", "unpinned", "pinned"):
             assert word in table
+        assert "CPU share of placed entries 50.0%; auto aims at one half" in table
         assert table.endswith("identical to the unpatched model: 8 of 8 tokens\n")
+
+    def test_elastic_is_refused(self, short_demo: None, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([*SHORT_DEMO, "--elastic"]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith("error: elastic=True")
 
     def test_demo_fills_the_regions_as_asked(
         self, short_demo: None, capsys: pytest.CaptureFixture[str]

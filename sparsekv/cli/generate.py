@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sparsekv.cli.arguments import parse_share
 from sparsekv.cli.errors import CommandLineError
 from sparsekv.cli.prompts import RANDOM_DEMO, read_prompt, refuse_text
 from sparsekv.cli.sizes import parse_tokens
@@ -41,11 +42,16 @@ def generate(
         typer.Option("--ignore-eos", help="Go on to --max-new-tokens where the answer would end."),
     ] = False,
     cpu_share: Annotated[
-        float,
+        str,
         typer.Option(
-            help="Share of the tokens outside the window that the CPU attends to, 0 to 1."
+            help="Share of the tokens outside the window that the CPU attends to: auto, as this "
+            "machine has it, or 0 to 1."
         ),
-    ] = 0.5,
+    ] = "auto",
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="Let the CPU borrow pinned tokens, as each step has it."),
+    ] = False,
     window_size: Annotated[
         int,
         typer.Option(help="Newest tokens (DeepSeek-V4: compressed entries), kept on the GPU."),
@@ -100,6 +106,7 @@ def generate(
         raise CommandLineError(
             f"--max-new-tokens={max_new_tokens}: must be at least 1; give 64, say"
         )
+    share = parse_share(cpu_share)
     limit = None if max_tokens is None else parse_tokens("--max-tokens", max_tokens)
 
     from sparsekv.cli.quiet import quiet_libraries
@@ -117,7 +124,8 @@ def generate(
         max_new_tokens=max_new_tokens,
         ignore_eos=ignore_eos,
         config=CacheConfig(
-            cpu_share=cpu_share,
+            cpu_share=share,
+            elastic=elastic,
             window_size=window_size,
             block_size=block_size,
             max_tokens=limit,

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from sparsekv.cli.arguments import KNOWN_MODELS, one_model, parse_share
 from sparsekv.cli.console import print_json
-from sparsekv.cli.errors import CommandLineError
 from sparsekv.cli.sizes import parse_bytes, parse_tokens
-
-_KNOWN = (
-    "qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, smollm2, deepseek-v4-flash, deepseek-v4-pro"
-)
 
 
 def plan(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help=f"A known name ({_KNOWN}), a model folder or a config.json."),
+        typer.Argument(help=f"A known name ({KNOWN_MODELS}), a model folder or a config.json."),
     ] = None,
     model_option: Annotated[
         str | None, typer.Option("--model", envvar="SPARSEKV_MODEL", help="The same, by name.")
@@ -98,10 +94,10 @@ def plan(
     ] = False,
 ) -> None:
     """Show what a model and its KV cache take, whether that fits, and how fast steps will be."""
-    name = _one_model(context, model, model_option)
+    name = one_model(context, model, model_option)
     num_tokens = parse_tokens("--tokens", tokens)
     num_prompt_tokens = parse_tokens("--prompt-tokens", prompt_tokens)
-    share = _parse_share(cpu_share)
+    share = parse_share(cpu_share)
     ram_bytes = None if ram is None else parse_bytes("--ram", ram)
     vram_bytes = None if vram is None else parse_bytes("--vram", vram)
 
@@ -140,30 +136,3 @@ def plan(
         print_json(planned.as_dict())
     else:
         print_plan(planned)
-
-
-def _one_model(context: typer.Context, argument: str | None, option: str | None) -> str:
-    """The model, given in one of two ways; an argument wins over the environment."""
-    source = context.get_parameter_source("model_option")
-    if argument is not None and option is not None and source is not None:
-        if source.name == "COMMANDLINE" and option != argument:
-            raise CommandLineError(f"--model={option} and {argument}: give one model, once")
-        return argument
-    name = argument if argument is not None else option
-    if name is None:
-        raise CommandLineError(
-            f"no MODEL: give a known name ({_KNOWN}), a model folder or a config.json, as "
-            "`sparsekv plan qwen3-30b-a3b` or with --model"
-        )
-    return name
-
-
-def _parse_share(text: str) -> float | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    try:
-        return float(text)
-    except ValueError as error:
-        raise CommandLineError(
-            f"--cpu-share={text}: must be auto, or a number from 0 to 1"
-        ) from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,8 @@ class RunResult:
     """The unpatched model's answer; None: it was not asked for."""
     stats: CacheStats | CompressedStats
     """The second for DeepSeek-V4."""
+    asked_share: float | Literal["auto"]
+    """The CPU's share, as it was asked for."""
     dtype: torch.dtype
     entry_format: EntryFormat
 
@@ -53,12 +56,38 @@ class RunResult:
             "prefill_s": self.generated.prefill_s,
             "decode_s": self.generated.decode_s,
             "cpu_share": self.stats.cpu_share,
-            **_places(self.stats),
+            "share": self._share(),
+            **_places(self.stats, self.pool),
         }
         if self.reference:
             result["identical_tokens"] = self.identical_tokens
             result["compared_tokens"] = self.compared_tokens
         return result
+
+    @property
+    def pool(self) -> CacheStats:
+        """The four regions."""
+        return self.stats.pool if isinstance(self.stats, CompressedStats) else self.stats
+
+    @property
+    def share_lines(self) -> list[str]:
+        """The CPU's share in use, and where it balances itself, what is aimed at and measured."""
+        what = "entries" if isinstance(self.stats, CompressedStats) else "tokens"
+        line = f"CPU share of placed {what} {self.pool.share_summary}"
+        if self.pool.balance is not None:
+            return [line, str(self.pool.balance)]
+        if self.asked_share == "auto":
+            line += "; auto aims at one half where nothing is measured"
+        return [line]
+
+    def _share(self) -> dict[str, object]:
+        balance = self.pool.balance
+        return {
+            "asked": self.asked_share,
+            "in_use": self.pool.cpu_share,
+            "placed": self.pool.placed_share,
+            "balance": None if balance is None else asdict(balance),
+        }
 
 
 def print_result(result: RunResult) -> None:
@@ -69,8 +98,8 @@ def print_result(result: RunResult) -> None:
         _print_kinds(result.stats)
     else:
         _print_regions(result.stats)
-    pool = result.stats.pool if isinstance(result.stats, CompressedStats) else result.stats
-    console.print(pool.host_summary, soft_wrap=True)
+    for line in (*result.share_lines, result.pool.host_summary):
+        console.print(line, soft_wrap=True)
     console.print(_speed("sparsekv", result.prompt_tokens, result.generated))
     if result.reference:
         console.print(_speed("unpatched", result.prompt_tokens, result.reference))
@@ -78,9 +107,8 @@ def print_result(result: RunResult) -> None:
         console.print(_comparison(result), style=style, soft_wrap=True)
 
 
-def _places(stats: CacheStats | CompressedStats) -> dict[str, object]:
+def _places(stats: CacheStats | CompressedStats, pool: CacheStats) -> dict[str, object]:
     """Each region, or what each kind of layer keeps where, and host memory, as JSON holds it."""
-    pool = stats.pool if isinstance(stats, CompressedStats) else stats
     host = {
         "used_bytes": pool.host_used_bytes,
         "committed_bytes": pool.host_committed_bytes,

@@ -85,6 +85,7 @@ def run(request: GenerateRequest) -> bool:
         generated=generated,
         reference=reference,
         stats=stats,
+        asked_share=request.config.cpu_share,
         dtype=model.dtype,
         entry_format=request.config.entry_format,
     )

@@ -39,7 +39,8 @@ class ShareStats:
     """What the accelerator took."""
 
     def __str__(self) -> str:
-        line = f"share aimed at {self.target_share:.1%}, {1e3 * self.predicted_s:,.3f} ms a layer"
+        line = f"share aimed at {self.target_share:.1%}; ms a layer: "
+        line += f"{1e3 * self.predicted_s:,.3f} predicted"
         for name, seconds in (("CPU", self.measured_cpu_s), ("GPU", self.measured_gpu_s)):
             if seconds is not None:
                 line += f", {name} {1e3 * seconds:,.3f} measured"
@@ -89,6 +90,15 @@ class CacheStats:
         return self.buffer_bytes + sum(region.committed_bytes for region in regions)
 
     @property
+    def share_summary(self) -> str:
+        """The share in use, and what of it is borrowed."""
+        summary = f"{self.cpu_share:.1%}"
+        if self.cpu_share > self.placed_share:
+            borrowed = self.cpu_share - self.placed_share
+            summary += f" ({self.placed_share:.1%} unpinned, {borrowed:.1%} borrowed)"
+        return summary
+
+    @property
     def host_summary(self) -> str:
         """One line on host memory."""
         mib = 2**20
@@ -110,14 +120,8 @@ class CacheStats:
                 ""
                 f"{region.name:<10}{region.memory:>8}{region.tokens:>10,}{size:>12,.2f}{region.share:>8.1%}"
             )
-        line = (
-            f"{self.num_tokens:,} tokens x {self.batch_size} rows, CPU share of placed tokens "
-            f"{self.cpu_share:.1%}"
-        )
-        if self.cpu_share > self.placed_share:
-            borrowed = self.cpu_share - self.placed_share
-            line += f" ({self.placed_share:.1%} unpinned, {borrowed:.1%} borrowed)"
-        lines += [line, self.host_summary]
+        rows = f"{self.num_tokens:,} tokens x {self.batch_size} rows"
+        lines += [f"{rows}, CPU share of placed tokens {self.share_summary}", self.host_summary]
         if self.balance is not None:
             lines.append(str(self.balance))
         return "\n".join(lines)
