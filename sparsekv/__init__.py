@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sparsekv.attention import merge_partials, split_attention
     from sparsekv.cache import InplaceKVCache
     from sparsekv.engine import CacheConfig
+    from sparsekv.engine.calibrate import calibrate
     from sparsekv.format import KVGeometry, PartitionSpec
     from sparsekv.models.patch import patch
     from sparsekv.models.planning import plan
@@ -45,6 +46,7 @@ __all__ = [
     "SparseKVError",
     "UnsupportedModelError",
     "__version__",
+    "calibrate",
     "merge_partials",
     "patch",
     "plan",
@@ -59,6 +61,7 @@ _HOME = {
     "MachineProfile": "sparsekv.roofline",
     "PartitionSpec": "sparsekv.format",
     "ShareRouter": "sparsekv.roofline",
+    "calibrate": "sparsekv.engine.calibrate",
     "merge_partials": "sparsekv.attention",
     "patch": "sparsekv.models.patch",
     "plan": "sparsekv.models.planning",

@@ -94,7 +94,7 @@ class TestVersionAndHelp:
         assert main(arguments) == 0
         assert capsys.readouterr().out == f"sparsekv {sparsekv.__version__}\n"
 
-    @pytest.mark.parametrize("command", ["doctor", "generate", "plan", "version"])
+    @pytest.mark.parametrize("command", ["calibrate", "doctor", "generate", "plan", "version"])
     def test_every_command_has_help(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([command, "--help"]) == 0
         assert "Usage: sparsekv " + command in capsys.readouterr().out

@@ -201,6 +201,7 @@ def test_public_names() -> None:
         "SparseKVError",
         "UnsupportedModelError",
         "__version__",
+        "calibrate",
         "merge_partials",
         "patch",
         "plan",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
+from sparsekv.cli.calibrate import calibrate
 from sparsekv.cli.console import print_error, stderr_console, stdout_console
 from sparsekv.cli.doctor import doctor
 from sparsekv.cli.generate import generate
@@ -41,6 +42,7 @@ app = typer.Typer(
 app.command(context_settings=_ENVIRONMENT)(generate)
 app.command(context_settings=_ENVIRONMENT)(plan)
 app.command(context_settings=_ENVIRONMENT)(doctor)
+app.command(context_settings=_ENVIRONMENT)(calibrate)
 
 
 @app.command()
