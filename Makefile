@@ -21,7 +21,7 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 24
 
 demo: $(INSTALLED) ## Answer a long question with a small real model; compare with the unpatched model
-	$(BIN)/sparsekv generate --demo smollm2 --window-size 256 --cpu-share 0.5 \
+	$(BIN)/sparsekv generate --demo smollm2 --window-size 256 \
 		--max-new-tokens 64 --ignore-eos --compare
 
 # A thread of torch's for each process: more would wait for one another.

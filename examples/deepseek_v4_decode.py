@@ -109,7 +109,6 @@ def main() -> None:
     """Generate twice, with and without sparsekv, and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--flash-dims", action="store_true", help="V4-Flash's attention sizes")
-    parser.add_argument("--cpu-share", type=float, default=0.5, help="0 to 1 (default 0.5)")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -118,7 +117,7 @@ def main() -> None:
     prompt = torch.randint(1, 1000, (1, 2100 if options.flash_dims else 600))
 
     # Window and block count compressed entries, of 4 tokens each.
-    config = sparsekv.CacheConfig(cpu_share=options.cpu_share, window_size=64, block_size=16)
+    config = sparsekv.CacheConfig(window_size=64, block_size=16)
     with sparsekv.patch(model, config) as patched:
         actual = generate(model, prompt, "sparsekv")
         print(patched.stats())

@@ -36,7 +36,7 @@ def main() -> None:
 
     expected = model.generate(prompt, **options)
 
-    config = sparsekv.CacheConfig(cpu_share=0.6, window_size=128)
+    config = sparsekv.CacheConfig(window_size=128)
     with sparsekv.patch(model, config) as patched:
         actual = model.generate(prompt, **options)
         print(patched.stats())

@@ -87,7 +87,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setenv("SPARSEKV_CACHE", str(tmp_path_factory.mktemp("cache")))
         printed: list[dict[str, Any]] = []
         output.setattr("sparsekv.cli.run.print_json", lambda result: printed.append(dict(result)))
-        arguments = "generate --demo smollm2 --window-size 256 --cpu-share 0.5 --ignore-eos --json"
+        arguments = "generate --demo smollm2 --window-size 256 --ignore-eos --json"
         assert main([*arguments.split(), "--max-new-tokens", "1", "--prompt", "Hello"]) == 0
         assert main([*arguments.split(), "--max-new-tokens", "64", "--compare"]) == 0
     return printed[-1]

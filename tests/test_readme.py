@@ -13,7 +13,10 @@ import tiny_model
 
 import sparsekv
 from sparsekv.cli.main import main
+from sparsekv.engine.balance import ELASTIC_ROOM
 from sparsekv.format.compressed import CompressedGeometry
+from sparsekv.models.known import known_names
+from sparsekv.roofline import profile_folder
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -103,6 +106,34 @@ def test_numbers_of_the_first_sentence_come_from_the_plan(
     plan = printed_by(f"plan qwen3-30b-a3b --batch-size {sequences} --tokens {tokens}", capsys)
     assert re.search(rf"as asked .*│ {total} │", plan)
     assert f"the cache keeps {on_gpu} on the GPU" in plan
+
+
+def test_examples_leave_the_share_to_the_library() -> None:
+    assert sparsekv.CacheConfig().cpu_share == "auto"
+    for block in (*code_blocks("python"), *code_blocks("bash")):
+        assert re.search("cpu[_-]share", block) is None
+
+
+def test_the_share_section_tells_what_is_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = README.split("\n## The share\n")[1].split("\n## ")[0].replace("\n", " ")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("SPARSEKV_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert f"`{profile_folder()}`".replace("/home/somebody", "~") in section
+    monkeypatch.setenv("SPARSEKV_CACHE", "$SPARSEKV_CACHE")
+    assert f"`{profile_folder()}`" in section
+    share, placed = re.search(
+        r"`CacheConfig\(cpu_share=(\S+), elastic=True\)` places (\S+) and", section
+    ).groups()
+    config = sparsekv.CacheConfig(cpu_share=float(share), elastic=True)
+    assert config.placed_share == pytest.approx(float(placed))
+    assert f"up to {ELASTIC_ROOM} less" in section
+    command, model = re.search(r"`sparsekv (calibrate (\S+) [^`]*)`", section).groups()
+    assert model in known_names()
+    assert main([*command.split(), "--device", "cpu"]) == 2
+    assert "only a GPU" in capsys.readouterr().err  # its options are known
 
 
 def test_bytes_of_the_format_section_are_the_geometrys() -> None:
