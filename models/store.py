@@ -204,8 +204,8 @@ class RegionStore:
         if not cache.num_placed_tokens:
             num_tokens = max(prompt_tokens, num_new, cache.spec.window_size)
             balance.begin(num_tokens // cache.spec.window_size * cache.spec.window_size)
-        elif cache.num_tokens >= prompt_tokens:
-            balance.go_on()
+        else:
+            balance.go_on(cache.num_placed_tokens)
 
     def _new_cache(self, spec: PartitionSpec, device: torch.device) -> InplaceKVCache:
         config, balance = self.config, self._new_balance(spec, device)

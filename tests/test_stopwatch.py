@@ -171,7 +171,7 @@ def test_ctrl_c_at_any_line_of_a_timed_layer_leaves_times_in_order():
 def test_late_work_is_timed_when_it_is_done():
     accelerator, recent = LateCaller(), Recent()
     accelerator.clock = count().__next__
-    stopwatch, stream = Stopwatch(accelerator, recent), accelerator.current_stream()
+    stopwatch, stream = Stopwatch(accelerator, 5, recent), accelerator.current_stream()
     for num_tokens in (7, 8):
         assert [stopwatch.is_due(layer_idx) for layer_idx in range(5)].count(True) == 1
         stopwatch.start()
@@ -188,7 +188,7 @@ def test_late_work_is_timed_when_it_is_done():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_device_is_timed_without_waiting_for_it():
     recent = Recent()
-    stopwatch = Stopwatch(open_accelerator("cuda"), recent)
+    stopwatch = Stopwatch(open_accelerator("cuda"), 5, recent)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -90,7 +90,7 @@ class DecodeAttention:
         self.timings = Timings()
         self.reads_ahead = True
         cpu, gpu = self.timings.cpu, self.timings.gpu
-        self._stopwatch = Stopwatch(self._accelerator, gpu)
+        self._stopwatch = Stopwatch(self._accelerator, geometry.num_layers, gpu)
         self._host = HostJobs(registrar, cpu) if self._accelerator.has_flags else None
         self.host: HostAttention = self._host or HostCalls(cpu)
         self._ops = decode_ops_for(self._accelerator.device)

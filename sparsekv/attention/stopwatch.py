@@ -10,7 +10,9 @@ _FIRST_LAYER = 2
 model's last layers, of its head and of the choice of a token.
 """
 _EVERY = 3
-"""One layer in so many, others in each step: enough times to judge a change after a few steps."""
+"""One layer in so many, others in each step: enough times to judge a change after a few steps. At
+least one a step.
+"""
 _MOST_UNREAD = 64
 """Times; where the caller is further ahead of the accelerator, layers are left out."""
 
@@ -22,12 +24,14 @@ class Stopwatch:
 
     Args:
         accelerator: whose streams are timed.
+        num_layers: of a step; they are attended to in order, from 0.
         timings: where a time is noted.
     """
 
-    def __init__(self, accelerator: Accelerator, timings: Recent) -> None:
+    def __init__(self, accelerator: Accelerator, num_layers: int, timings: Recent) -> None:
         self._accelerator = accelerator
         self._timings = timings
+        self._stride = max(min(_EVERY, num_layers - _FIRST_LAYER), 1)
         self._num_steps = 0
         self._events = [
             (accelerator.timed_event(), accelerator.timed_event()) for _ in range(_MOST_UNREAD)
@@ -41,7 +45,7 @@ class Stopwatch:
         if layer_idx == 0:
             self._read()
             self._num_steps += 1
-        is_in_turn = layer_idx >= _FIRST_LAYER and (layer_idx + self._num_steps) % _EVERY == 0
+        is_in_turn = layer_idx >= _FIRST_LAYER and (layer_idx + self._num_steps) % self._stride == 0
         return is_in_turn and self._num_timed - self._num_read < _MOST_UNREAD
 
     def start(self) -> None:

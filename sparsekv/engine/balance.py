@@ -6,6 +6,7 @@ how much of the pinned region the CPU borrows in a step.
 
 from __future__ import annotations
 
+import math
 from statistics import median
 
 from sparsekv.attention import Timings
@@ -18,7 +19,10 @@ ELASTIC_ROOM = 0.1
 """How far below the best share segments are placed, where steps may borrow the rest."""
 
 _ELASTIC_STEPS = 4
-"""Steps between two looks at the costs, where the next step can follow them."""
+_ELASTIC_SAMPLES = 40
+"""Steps between two looks at the costs, at least, and times of each engine that is at work, where
+the next step can follow them.
+"""
 _STILL = 0.005
 """A step's share that would change by less stays: another one means other views to prepare."""
 
@@ -44,7 +48,10 @@ class Balance:
     def __init__(self, cost: CostModel, *, is_elastic: bool) -> None:
         self._tracker = CostTracker(cost)
         self._is_elastic = is_elastic
+        self._first_tokens = 0
         self._num_steps = 0
+        """Of the window that is under way, and the times of either engine in it."""
+        self._num_cpu_times = self._num_gpu_times = 0
         self._measured_cpu_s: float | None = None
         self._measured_gpu_s: float | None = None
         self.router = ShareRouter(self._placed(cost.marginal_share))
@@ -60,10 +67,17 @@ class Balance:
         Args:
             num_tokens: how many tokens of a sequence will be placed first.
         """
+        self._first_tokens = num_tokens
         self.router.marginal_share = self._placed(self.cost.optimal_share(num_tokens))
 
-    def go_on(self) -> None:
-        """Place further segments at p, after the first ones."""
+    def go_on(self, num_placed_tokens: int) -> None:
+        """Place further segments at p, once the first ones are placed.
+
+        Args:
+            num_placed_tokens: of a sequence.
+        """
+        if num_placed_tokens < self._first_tokens:
+            return
         share = self._placed(self.cost.marginal_share)
         if share != self.router.marginal_share:
             self.router.marginal_share = share
@@ -86,11 +100,14 @@ class Balance:
             return
         self._observe(timings)
         self._num_steps += 1
-        if self._num_steps % (_ELASTIC_STEPS if self._is_elastic else cache.spec.window_size) == 0:
+        if self._is_window_full(cache.spec.window_size):
             self._tracker.end_window()
-        self.go_on()
+            self._num_steps = self._num_cpu_times = self._num_gpu_times = 0
+        self.go_on(num_tokens)
         wanted, current = self.step_share(num_tokens), cache.step_share
-        if wanted is not None and (current is None or abs(wanted - current) > _STILL):
+        if wanted is None or not cache.is_complete:  # not after the layers of one step, in order
+            return
+        if current is None or abs(wanted - current) > _STILL:
             cache.step_share = wanted
 
     def stats(self, cpu_share: float, num_tokens: int) -> ShareStats:
@@ -111,19 +128,38 @@ class Balance:
         """The same for a copy of the cache, with a router of its own."""
         other = Balance(self.cost, is_elastic=self._is_elastic)
         other.router.marginal_share = self.router.marginal_share
+        other._first_tokens = self._first_tokens
+        other._measured_cpu_s, other._measured_gpu_s = self._measured_cpu_s, self._measured_gpu_s
         return other
 
     def _placed(self, share: float) -> float:
         return placed_share(share, self._is_elastic)
 
+    def _is_window_full(self, most_steps: int) -> bool:
+        if self._num_steps >= most_steps:
+            return True
+        counts = (self._num_cpu_times, self._num_gpu_times)
+        return (
+            self._is_elastic
+            and self._num_steps >= _ELASTIC_STEPS
+            and all(count >= _ELASTIC_SAMPLES for count in counts if count)
+        )
+
     def _observe(self, timings: Timings) -> None:
-        cpu, gpu = timings.cpu.take(), timings.gpu.take()
+        cpu, gpu = _real(timings.cpu.take()), _real(timings.gpu.take())
         for num_tokens, seconds in cpu:
             self._tracker.observe_cpu(seconds, 1.0, num_tokens)
         for num_tokens, seconds in gpu:
             self._tracker.observe_gpu(seconds, 0.0, num_tokens)
+        self._num_cpu_times += len(cpu)
+        self._num_gpu_times += len(gpu)
         self._measured_cpu_s = _median_seconds(cpu, self._measured_cpu_s)
         self._measured_gpu_s = _median_seconds(gpu, self._measured_gpu_s)
+
+
+def _real(timings: list[Timing]) -> list[Timing]:
+    """Without those of a clock that jumped."""
+    return [timing for timing in timings if 0 < timing[1] < math.inf]
 
 
 def _median_seconds(timings: list[Timing], otherwise: float | None) -> float | None:
