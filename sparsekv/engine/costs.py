@@ -9,16 +9,20 @@ import torch
 
 from sparsekv.engine.calibrate import calibrate
 from sparsekv.engine.profile_key import profile_key
-from sparsekv.errors import CapacityError
+from sparsekv.errors import CapacityError, LayoutError
 from sparsekv.format import KVGeometry
 from sparsekv.kernels.dispatch import num_attending_threads
-from sparsekv.roofline import Calibration, CostModel, MachineProfile, profile_folder
+from sparsekv.roofline import Calibration, CostModel, MachineProfile, ProfileKey, profile_folder
 from sparsekv.roofline.machine import flops_per_byte
 
 logger = logging.getLogger(__name__)
 
 _measuring = threading.Lock()
 """One measurement at a time: the others wait for it and find it saved."""
+_unsaved: dict[ProfileKey, Calibration | None] = {}
+"""What this process cannot find saved, so that it measures and warns once: what could not be kept,
+and None for what could not be measured.
+"""
 
 
 def cost_of(
@@ -70,6 +74,8 @@ def _calibration(
     num_threads = num_attending_threads()
     key = profile_key(geometry, num_heads, batch_size=batch_size, num_threads=num_threads)
     with _measuring:
+        if key in _unsaved:
+            return _unsaved[key]
         found = Calibration.load(folder, key)
         if found is not None:
             return found
@@ -78,11 +84,25 @@ def _calibration(
             found = calibrate(geometry, num_heads=num_heads, batch_size=batch_size, device=device)
             found.save(folder)
         except (CapacityError, torch.OutOfMemoryError) as error:
+            _unsaved[key] = None
             logger.warning(
                 "no memory to measure this machine (%s): the CPU's share stays at one half; free "
-                "some, or run `sparsekv calibrate` before the model is loaded",
+                "some and start again, or run `sparsekv calibrate` before the model is loaded",
+                error,
+            )
+        except LayoutError as error:
+            _unsaved[key] = None
+            logger.warning(
+                "this machine could not be measured (%s): the CPU's share stays at one half; run "
+                "`sparsekv calibrate` while nothing else runs, and start again",
                 error,
             )
         except OSError as error:
-            logger.warning("the measurement of this machine cannot be kept: %s", error)
+            _unsaved[key] = found
+            logger.warning(
+                "the measurement of this machine cannot be kept in %s (%s): each process will "
+                "measure anew; make the folder writable, or set SPARSEKV_CACHE to another",
+                folder,
+                error,
+            )
     return found
