@@ -50,13 +50,12 @@ def calibrate(
         geometry: what a token stores; its number of layers does not matter.
         num_heads: query heads.
         batch_size: sequences of a step.
-        device: "cuda", "cuda:<index>", or "cpu" for the simulated accelerator, whose bus is a copy
-            in memory.
+        device: "cuda" or "cuda:<index>"; the simulated accelerator has no bus to time.
     Returns:
         The costs, and the machine's ceilings beside them; not saved.
     Raises:
-        LayoutError: no such device, `num_heads` is no multiple of the kv heads, or the times do not
-            grow with the length (something else was running).
+        LayoutError: no such device, or one that is not timed; `num_heads` is no multiple of the kv
+            heads; or the times do not grow with the length (something else was running).
         CapacityError: no memory for it.
     """
     if num_heads % geometry.num_kv_heads:
@@ -69,8 +68,10 @@ def calibrate(
     best = _FIRST_SHARE
     for num_tokens in steps.lengths:
         steps.grow(num_tokens)
-        best = _balanced(steps.measure(best))
-        points += [steps.measure(share) for share in (best - _ASIDE, best + _ASIDE)]
+        least = steps.least_share
+        best = min(max(_balanced(steps.measure(best)), least), 1 - least)
+        aside = max(_ASIDE, least)  # of few segments a share differs by one at least
+        points += [steps.measure(share) for share in (best - aside, best + aside)]
     cost, residual = fit(points)
     machine = measure_machine(
         geometry, num_heads=num_heads, batch_size=batch_size, device=steps.cache.device, cost=cost
@@ -96,6 +97,8 @@ class _Steps:
         room = max(available_bytes() - _MARGIN_BYTES, 0) // (_LAYERS * per_token)
         self.lengths = tuple(_lengths(self._spec, per_token, room))
         self.cache.reserve(self.lengths[-1] + self._spec.window_size)
+        # Of its own: a caller's samples do not change because a machine was measured.
+        self._generator = torch.Generator(self.cache.device).manual_seed(0)
         self._query = self._random(num_heads, 1, geometry.head_dim)
         self._token = self._keys(1)
         self._scale = geometry.head_dim**-0.5
@@ -108,11 +111,15 @@ class _Steps:
                 self.cache.append(layer_idx, *piece)
                 self.cache.flush(layer_idx)
 
+    @property
+    def least_share(self) -> float:
+        """That of one segment."""
+        return self._spec.segment_tokens / self.cache.num_placed_tokens
+
     def measure(self, share: float) -> CalibrationPoint:
         """What the engines take in a step of that share, or the nearest at which both have some."""
-        cache = self.cache
-        one = self._spec.window_size / cache.num_placed_tokens
-        cache.step_share = min(max(share, one), 1 - one)
+        cache, least = self.cache, self.least_share
+        cache.step_share = min(max(share, least), 1 - least)
         self._step()
         companion = cache.companion
         assert isinstance(companion, DecodeAttention)
@@ -145,8 +152,8 @@ class _Steps:
         return key, self._random(geometry.num_kv_heads, num_tokens, geometry.value_dim)
 
     def _random(self, *shape: int) -> torch.Tensor:
-        rows, device, dtype = self._spec.batch_size, self.cache.device, self._spec.geometry.dtype
-        return torch.randn(rows, *shape, device=device, dtype=dtype)
+        size, dtype = (self._spec.batch_size, *shape), self._spec.geometry.dtype
+        return torch.randn(size, generator=self._generator, device=self.cache.device, dtype=dtype)
 
 
 def _with_layers(geometry: KVGeometry) -> KVGeometry:
@@ -179,7 +186,7 @@ def _balanced(point: CalibrationPoint) -> float:
     ahead.
     """
     cpu, gpu = point.cpu_s / point.share, point.gpu_s / (1 - point.share)
-    return gpu / (cpu + gpu)
+    return gpu / (cpu + gpu) if cpu + gpu else _FIRST_SHARE
 
 
 def _medians(engine: str, timings: list[Timing]) -> tuple[int, float]:
