@@ -9,6 +9,7 @@ import gc
 import importlib
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_the_machines_costs_are_found(machine, share):
     assert found.residual < 1e-9
     lengths = sorted({point.num_tokens for point in found.points})
     assert len(found.points) == 2 * len(lengths) == 6
-    assert all(after >= 2 * before for before, after in zip(lengths, lengths[1:], strict=False))
+    assert all(after >= 2 * before for before, after in pairwise(lengths))
     for point in found.points:
         # Beside it by 6 %, or by a segment of the few that there are.
         assert 0 < point.share < 1

@@ -33,6 +33,7 @@ class _ToldSteps:
     """Steps that take what `COST` says, on a GPU that is not there."""
 
     lengths = (4096, 16384, 65536)
+    least_share = 0.01
     num_made = 0
 
     def __init__(self, *_: object) -> None:
