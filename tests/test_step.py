@@ -10,6 +10,7 @@ from sparsekv.engine import CacheConfig, attend
 from sparsekv.errors import LayoutError
 from sparsekv.format import KVGeometry
 from sparsekv.kernels import reference
+from sparsekv.roofline import PRESETS
 from sparsekv.transfer import stream
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-5, torch.float16: 2e-5}
@@ -198,7 +199,16 @@ def test_settings_reach_the_cut():
     [
         ({"cpu_share": 1.5}, "cpu_share=1.5"),
         ({"cpu_share": float("nan")}, "cpu_share=nan"),
-        ({"cpu_share": "auto"}, "cpu_share='auto'"),
+        ({"cpu_share": "automatic"}, "cpu_share='automatic'"),
+        ({"cpu_share": "0.5"}, "cpu_share='0.5'"),
+        ({"cpu_share": None}, "cpu_share=None"),
+        ({"cpu_share": 0.5, "profile": PRESETS["h200"]}, "profile beside cpu_share=0.5: .*auto"),
+        ({"cpu_share": 0, "profile": PRESETS["h200"]}, "profile beside cpu_share=0: .*auto"),
+        ({"profile": "h200"}, "profile of type str: .*PRESETS"),
+        ({"profile": PRESETS}, "profile of type mappingproxy"),
+        ({"profile": PRESETS["h200"].to_json()}, "profile of type dict"),
+        ({"profile": 0.5, "cpu_share": 0.5}, "profile of type float"),
+        ({"profile": False}, "profile of type bool"),
         ({"window_size": 100}, "window_size=100: .*block_size=64"),
         ({"window_size": 0}, "window_size=0"),
         ({"window_size": -64}, "window_size=-64"),
