@@ -297,7 +297,7 @@ def test_a_share_of_all_that_ends_is_followed(machine):
     chat.decode(4)
     assert chat.cache.stats().cpu_share == 1
     machine.cost = changed(cost, cpu=100)
-    chat.decode(12)
+    chat.decode(8)
     assert chat.balance.cost.marginal_share == pytest.approx(0.5)
 
 

@@ -70,8 +70,7 @@ def calibrate(
         steps.grow(num_tokens)
         least = steps.least_share
         best = min(max(_balanced(steps.measure(best)), least), 1 - least)
-        aside = max(_ASIDE, least)  # of few segments a share differs by one at least
-        points += [steps.measure(share) for share in (best - aside, best + aside)]
+        points += [steps.measure(share) for share in (best - _ASIDE, best + _ASIDE)]
     cost, residual = fit(points)
     machine = measure_machine(
         geometry, num_heads=num_heads, batch_size=batch_size, device=steps.cache.device, cost=cost
