@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -456,6 +458,31 @@ class TestShareOfARun:
         assert "share aimed at 75.0%; ms a layer: " in shown
         assert f"{1e3 * predicted_s:.3f} predicted" in shown
         assert "one half" not in shown
+
+    @pytest.mark.parametrize("is_terminal", [False, True])
+    def test_a_first_measurement_is_told_on_a_terminal_and_warnings_always(
+        self,
+        is_terminal: bool,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        logger = logging.getLogger("sparsekv.engine.costs")
+
+        def measure(*_: object, **__: object) -> None:
+            logger.info("measuring this machine for %s, once", "4 heads")
+            logger.warning("no memory to measure\nthis machine")
+
+        monkeypatch.setattr("sparsekv.models.store.cost_of", measure)
+        stderr = _Stream("", is_terminal=is_terminal)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        self._shown(folder, capsys)
+        said = re.sub("\x1b\\[[0-9;]*m", "", stderr.getvalue())  # colours apart
+        assert said.count("warning: no memory to measure this machine\n") == 1
+        assert said.count("measuring this machine for 4 heads, once\n") == is_terminal
+        assert is_terminal or said.count("\n") == 1
+        assert not logger.isEnabledFor(logging.INFO)
+        assert logging.getLogger("sparsekv").handlers == []
 
     def test_measured_times_are_told_beside_the_predicted_one(self) -> None:
         stats = ShareStats(

@@ -101,9 +101,11 @@ def _measure(
     import torch
 
     import sparsekv
+    from sparsekv.cli.notes import shown_notes
     from sparsekv.cli.progress import Display
 
-    with Display() as display, display.phase("measuring, under a minute", 1, "machine"):
+    measuring = "measuring, under a minute"
+    with Display() as display, shown_notes(display), display.phase(measuring, 1, "machine"):
         try:
             return sparsekv.calibrate(
                 geometry, num_heads=num_heads, batch_size=batch_size, device=device

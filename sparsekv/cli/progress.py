@@ -70,6 +70,16 @@ class Display:
         finally:
             self._bars.remove_task(task)
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether stderr is one, and bars are shown."""
+        return self._live is not None
+
+    def note(self, text: str, *, is_warning: bool) -> None:
+        """Write a line to stderr, above the bars."""
+        style = "yellow" if is_warning else None
+        self._bars.console.print(text, style=style, markup=False, soft_wrap=True)
+
     def write(self, text: str) -> None:
         """Append text to stdout, at once unless its line shares the terminal with a bar."""
         if self._live is None or not sys.stdout.isatty():

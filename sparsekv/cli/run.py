@@ -15,6 +15,7 @@ from sparsekv.cli import report
 from sparsekv.cli.console import print_json, stderr_console
 from sparsekv.cli.demo import demo_folder, demo_prompt
 from sparsekv.cli.loading import load_model
+from sparsekv.cli.notes import shown_notes
 from sparsekv.cli.progress import Display
 from sparsekv.cli.prompts import RANDOM_DEMO
 from sparsekv.cli.random_model import random_model, random_prompt
@@ -56,7 +57,7 @@ def run(request: GenerateRequest) -> bool:
         False when a comparison was asked for and found a token that differs.
     """
     answer: list[str] = []
-    with Display() as display:
+    with Display() as display, shown_notes(display):
         model, tokenizer, inputs = _prepare(request, display)
 
         def show(text: str) -> None:
