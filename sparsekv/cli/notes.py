@@ -28,7 +28,7 @@ def shown_notes(display: Display) -> Iterator[None]:
 
 class _Notes(logging.Handler):
     def __init__(self, display: Display) -> None:
-        super().__init__(logging.INFO if display.is_terminal else logging.WARNING)
+        super().__init__()
         self._display = display
 
     def emit(self, record: logging.LogRecord) -> None:
