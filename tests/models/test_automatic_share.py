@@ -88,8 +88,8 @@ def test_stats_read_well(make_patched: Callable[..., Any], ids: torch.Tensor) ->
     assert balance.measured_cpu_s > 0
     assert balance.measured_gpu_s is None  # nothing is timed on the simulated accelerator
     assert str(stats).splitlines()[-1] == (
-        f"share aimed at {balance.target_share:.1%}, {1e3 * balance.predicted_s:.3f} ms a layer, "
-        f"CPU {1e3 * balance.measured_cpu_s:.3f} measured"
+        f"share aimed at {balance.target_share:.1%}; ms a layer: {1e3 * balance.predicted_s:.3f} "
+        f"predicted, CPU {1e3 * balance.measured_cpu_s:.3f} measured"
     )
     assert all(len(line) <= 100 for line in str(stats).splitlines())
     assert stats.to_dict()["balance"]["predicted_s"] == balance.predicted_s
