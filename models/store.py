@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sparsekv.cache import InplaceKVCache
 from sparsekv.engine.balance import Balance
 from sparsekv.engine.config import CacheConfig
-from sparsekv.engine.costs import cost_of
+from sparsekv.engine.costs import cost_of, may_borrow
 from sparsekv.errors import CacheStateError, CapacityError
 from sparsekv.format import KVGeometry, PartitionSpec
 from sparsekv.models.registry import geometry_from_config
@@ -221,14 +221,18 @@ class RegionStore:
         """None: the share is given, or there is nothing to balance."""
         if self.config.cpu_share != "auto":
             return None
-        cost = cost_of(
-            spec.geometry,
-            num_heads=self.owner.model.config.get_text_config(decoder=True).num_attention_heads,
-            batch_size=spec.batch_size,
-            device=device,
-            profile=self.config.profile,
-        )
-        return None if cost is None else Balance(cost, is_elastic=self.config.elastic)
+        text_config = self.owner.model.config.get_text_config(decoder=True)
+        machine = {
+            "num_heads": text_config.num_attention_heads,
+            "batch_size": spec.batch_size,
+            "device": device,
+            "profile": self.config.profile,
+        }
+        cost = cost_of(spec.geometry, **machine)
+        if cost is None:
+            return None
+        is_elastic = self.config.elastic and may_borrow(spec.geometry, **machine)
+        return Balance(cost, is_elastic=is_elastic)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionStore:
         twin = RegionStore(self.owner, self.config, self.num_layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 
@@ -64,6 +65,39 @@ def cost_of(
         return None
     found = _calibration(geometry, num_heads, batch_size, device)
     return None if found is None else found.cost
+
+
+def may_borrow(
+    geometry: KVGeometry,
+    *,
+    num_heads: int,
+    batch_size: int,
+    device: torch.device,
+    profile: MachineProfile | Calibration | None = None,
+) -> bool:
+    """Whether the CPU reads registered memory as fast as any other, so that it may borrow pinned
+    segments in a step. Where it does not, one warning says so; True where nothing is known.
+
+    Args:
+        geometry: as for `cost_of`, as all others are.
+    """
+    known: MachineProfile | Calibration | None = profile
+    if known is None and device.type == "cuda":
+        known = _calibration(geometry, num_heads, batch_size, device)
+    machine = known.machine if isinstance(known, Calibration) else known
+    if machine is None or machine.reads_pinned_at_full_speed:
+        return True
+    _warn_of_slow_reading(machine.name)
+    return False
+
+
+@functools.cache
+def _warn_of_slow_reading(name: str) -> None:
+    logger.warning(
+        "elastic: the CPU of %s reads registered memory slower than other memory, so it borrows "
+        "none of it: each step keeps the share that is placed; leave elastic out",
+        name,
+    )
 
 
 def _calibration(

@@ -80,6 +80,23 @@ def test_shares_are_the_cost_models(
     assert stats.balance.predicted_s == COST.step_time(stats.cpu_share, num_placed)
 
 
+def test_a_cpu_that_reads_registered_memory_slowly_borrows_none(
+    make_patched: Callable[..., Any], ids: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning, however many caches there are."""
+    slow = replace(PRESETS["h200"], name="a slow one", reads_pinned_at_full_speed=False)
+    patched = make_patched("llama", cpu_share="auto", profile=slow, elastic=True)
+    for _ in range(2):
+        patched.model.generate(ids, max_new_tokens=9, do_sample=False)
+        stats = patched.stats()
+        assert stats.borrowed_bytes == 0
+        assert stats.cpu_share == stats.placed_share > 0
+    assert [record.message for record in caplog.records if "borrows none" in record.message] == [
+        "elastic: the CPU of a slow one reads registered memory slower than other memory, so it "
+        "borrows none of it: each step keeps the share that is placed; leave elastic out"
+    ]
+
+
 def test_stats_read_well(make_patched: Callable[..., Any], ids: torch.Tensor) -> None:
     patched = make_patched("llama", cpu_share="auto", profile=calibration(COST))
     patched.model.generate(ids, max_new_tokens=9, do_sample=False)
