@@ -17,6 +17,7 @@ from sparsekv.device import SimulatedAccelerator, SimulatedStream
 from sparsekv.engine import attention_load, ceilings, medians
 from sparsekv.engine.attention_load import AttentionLoad
 from sparsekv.engine.ceilings import measure_machine
+from sparsekv.engine.profile_key import cpu_name
 from sparsekv.errors import CapacityError, LayoutError
 from sparsekv.format import KVGeometry
 from sparsekv.kernels.cpu import library
@@ -106,7 +107,7 @@ def test_every_rate_is_measured(small, kind):
         assert value > 0, name
     threads = library.backend().num_threads
     assert machine.num_threads == threads
-    assert machine.name == f"simulated accelerator, {ceilings.cpu_name()}, {threads} threads"
+    assert machine.name == f"simulated accelerator, {cpu_name()}, {threads} threads"
     assert machine.ram_bytes == machine.vram_bytes == host_memory.total_bytes()
     assert MachineProfile.from_json(machine.to_json()) == machine
 

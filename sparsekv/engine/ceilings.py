@@ -5,13 +5,10 @@ Nothing is kept: memory is given back, registrations first, also where Ctrl-C st
 
 from __future__ import annotations
 
-import platform
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +17,7 @@ from sparsekv.checks import check_positive_int
 from sparsekv.device import Accelerator, open_accelerator
 from sparsekv.engine.attention_load import SEGMENT_TOKENS, AttentionLoad, random_numbers
 from sparsekv.engine.medians import median_seconds, rate, seconds_of
+from sparsekv.engine.profile_key import cpu_name
 from sparsekv.errors import CapacityError, LayoutError
 from sparsekv.format import KVGeometry
 from sparsekv.kernels.dispatch import (
@@ -114,16 +112,6 @@ def measure_machine(
             cpu_overhead_s=cost.cpu_overhead_s,
             gpu_overhead_s=cost.gpu_overhead_s,
         )
-
-
-def cpu_name() -> str:
-    """The processor, as the system calls it."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1) if found else platform.processor() or platform.machine()
 
 
 # The ceilings

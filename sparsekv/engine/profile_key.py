@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from sparsekv.format import KVGeometry
+from sparsekv.machine.cpu import probe_cpu
 from sparsekv.roofline import Calibration, ProfileKey, profile_folder
 
 _NONE = "none"
@@ -32,7 +33,7 @@ def profile_key(
     shared = " shared" if geometry.shared_kv else ""
     gpu, driver = _gpu()
     return ProfileKey(
-        cpu=_cpu(),
+        cpu=cpu_name(),
         gpu=gpu,
         driver=driver,
         geometry=(
@@ -66,9 +67,9 @@ def find_calibration(
     return None
 
 
-def _cpu() -> str:
-    name = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return name[1] if name else platform.processor() or platform.machine()
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
+    return probe_cpu().model or platform.processor() or platform.machine()
 
 
 def _gpu() -> tuple[str, str]:
