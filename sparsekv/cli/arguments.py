@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,6 +11,28 @@ from sparsekv.cli.errors import CommandLineError
 KNOWN_MODELS = (
     "qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, smollm2, deepseek-v4-flash, deepseek-v4-pro"
 )
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help=f"A known name ({KNOWN_MODELS}), a model folder or a config.json."),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", envvar="SPARSEKV_MODEL", help="The same, by name.")
+]
+BatchSize = Annotated[
+    int,
+    typer.Option(
+        "--batch-size",
+        "--batch",
+        envvar=["SPARSEKV_BATCH_SIZE", "SPARSEKV_BATCH"],
+        help="Sequences at a time.",
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="bfloat16, float16 or float32; else the model's own, or bfloat16."),
+]
 
 
 def one_model(context: typer.Context, argument: str | None, option: str | None) -> str:

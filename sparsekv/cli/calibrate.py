@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsekv.cli.arguments import KNOWN_MODELS, one_model
+from sparsekv.cli.arguments import BatchSize, Dtype, ModelArgument, ModelOption, one_model
 from sparsekv.cli.console import print_json
 from sparsekv.cli.errors import CommandLineError
 
@@ -21,26 +21,10 @@ if TYPE_CHECKING:
 
 def calibrate(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(help=f"A known name ({KNOWN_MODELS}), a model folder or a config.json."),
-    ] = None,
-    model_option: Annotated[
-        str | None, typer.Option("--model", envvar="SPARSEKV_MODEL", help="The same, by name.")
-    ] = None,
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            "--batch-size",
-            "--batch",
-            envvar=["SPARSEKV_BATCH_SIZE", "SPARSEKV_BATCH"],
-            help="Sequences at a time.",
-        ),
-    ] = 1,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float16 or float32; else the model's own, or bfloat16."),
-    ] = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    batch_size: BatchSize = 1,
+    dtype: Dtype = None,
     device: Annotated[
         str | None, typer.Option(help="cuda or cuda:<index>; else the first GPU.")
     ] = None,

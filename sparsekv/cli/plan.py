@@ -7,29 +7,23 @@ from typing import Annotated
 
 import typer
 
-from sparsekv.cli.arguments import KNOWN_MODELS, one_model, parse_share
+from sparsekv.cli.arguments import (
+    BatchSize,
+    Dtype,
+    ModelArgument,
+    ModelOption,
+    one_model,
+    parse_share,
+)
 from sparsekv.cli.console import print_json
 from sparsekv.cli.sizes import parse_bytes, parse_tokens
 
 
 def plan(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(help=f"A known name ({KNOWN_MODELS}), a model folder or a config.json."),
-    ] = None,
-    model_option: Annotated[
-        str | None, typer.Option("--model", envvar="SPARSEKV_MODEL", help="The same, by name.")
-    ] = None,
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            "--batch-size",
-            "--batch",
-            envvar=["SPARSEKV_BATCH_SIZE", "SPARSEKV_BATCH"],
-            help="Sequences at a time.",
-        ),
-    ] = 1,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    batch_size: BatchSize = 1,
     tokens: Annotated[
         str,
         typer.Option(
@@ -68,10 +62,7 @@ def plan(
     block_size: Annotated[
         int, typer.Option(help="Tokens of a block; the window is a multiple of it.")
     ] = 64,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float16 or float32; else the model's own, or bfloat16."),
-    ] = None,
+    dtype: Dtype = None,
     entry_format: Annotated[
         str,
         typer.Option(help="DeepSeek-V4's entries on the CPU: native, or packed (584 bytes)."),
