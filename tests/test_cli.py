@@ -107,6 +107,13 @@ class TestVersionAndHelp:
         assert "generate" in shown.out + shown.err
         assert "error" not in shown.out + shown.err
 
+    @pytest.mark.parametrize(("arguments", "code"), [(["version"], 0), (["no-such-command"], 2)])
+    def test_the_package_runs_as_a_module(self, arguments: list[str], code: int) -> None:
+        command = [sys.executable, "-m", "sparsekv", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert done.stdout.startswith("sparsekv ") == (code == 0)
+
     def test_version_loads_neither_torch_nor_transformers(self) -> None:
         code = (
             "import sys; from sparsekv.cli.main import main; main(['version']); "

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models", "baselines", "doctor"),
     ("sparsekv",),
     ("cli",),
+    ("__main__",),
 )
 # Modules that are one unit with another: saving and loading is half of the cache.
 PART_OF = {"archive": "cache"}
