@@ -217,7 +217,7 @@ def test_elastic_segments_leave_room_below_the_best_share(machine, share):
     cost = CostModel(cpu_s_per_token=(1 - share) * 1e-6, h2d_s_per_token=share * 1e-6)
     chat, machine.cost = Chat(cost, elastic=True), cost
     chat.read(20 * WINDOW)
-    assert chat.cache.router.marginal_share == pytest.approx(max(share - 0.1, share / 2))
+    assert chat.cache.router.marginal_share == pytest.approx(share / (2 - share))
     assert_within_half_a_segment(chat, placed_share(share, True) * 20 * WINDOW)
     chat.decode(2)
     stats = chat.cache.stats()
@@ -226,10 +226,13 @@ def test_elastic_segments_leave_room_below_the_best_share(machine, share):
     assert chat.cache.step_share == pytest.approx(share)
 
 
-RIVALS = [(0.6, 1, 2), (0.3, 1, 2), (0.75, 2, 1), (0.25, 2, 1), (0.75, 1, 0.5), (0.75, 2, 2)]
-"""(p, times A, times B). The CPU is relieved down to what is placed at most: where p is from 0.26
-to 0.72, a CPU of half the speed is left with more than 10 % too much.
-"""
+RIVALS = [
+    *((share, cpu, h2d) for share in (0.25, 0.5, 0.6, 0.75) for cpu, h2d in ((2, 1), (1, 2))),
+    (0.9, 2, 1),
+    (0.75, 1, 0.5),
+    (0.75, 2, 2),
+]
+"""(p, times A, times B)."""
 
 
 @pytest.mark.parametrize(("share", "cpu", "h2d"), RIVALS)

@@ -15,9 +15,6 @@ from sparsekv.cache import InplaceKVCache
 from sparsekv.format import ShareStats
 from sparsekv.roofline import CostModel, CostTracker, ShareRouter
 
-ELASTIC_ROOM = 0.1
-"""How far below the best share segments are placed, where steps may borrow the rest."""
-
 _ELASTIC_STEPS = 4
 _ELASTIC_SAMPLES = 40
 """Steps between two looks at the costs, at least, and times of each engine that is at work, where
@@ -28,8 +25,13 @@ _STILL = 0.005
 
 
 def placed_share(share: float, is_elastic: bool) -> float:
-    """Part of the segments to place unpinned, so that steps of that share can be had."""
-    return max(share - ELASTIC_ROOM, share / 2) if is_elastic else share
+    """Part of the segments to place unpinned.
+
+    Where steps may borrow the rest, as much as is best for a CPU of half the speed: from p = B / (A
+    + B) follows B / (2 A + B) = p / (2 - p). What is unpinned cannot be lent to the accelerator, so
+    this is how slow the CPU may become before it holds up a step.
+    """
+    return share / (2.0 - share) if is_elastic else share
 
 
 class Balance:
