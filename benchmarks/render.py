@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import decode_tables, share_tables, tables
 from benchmarks.plots import draw_scaling, has_scaling
 from benchmarks.results import FOLDER, ROOT, Result, load_results
-from benchmarks.share_plot import draw_shares
+from benchmarks.share_plot import draw_loads, draw_shares
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 
@@ -27,6 +27,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Result]], str]]] = {
     "gpu_attention": ("gpu_attention", tables.gpu_attention),
     "prefill_route": ("prefill_route", decode_tables.prefill_route),
     "share_tracking": ("share_tracking", share_tables.share_tracking),
+    "share_under_load": ("share_under_load", share_tables.share_under_load),
 }
 """By name: the topic whose results it shows, one for each machine, and what makes Markdown of them.
 """
@@ -59,6 +60,8 @@ def main() -> None:
             draw_scaling(result, ROOT / "docs")
     for result in load_results("share_tracking"):
         draw_shares(result, ROOT / "docs")
+    for result in load_results("share_under_load"):
+        draw_loads(result, ROOT / "docs")
     for path in DOCUMENTS:
         path.write_text(render(path.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The picture of chosen shares over the length (as Figure 12 of arXiv:2609.14507)."""
+"""Pictures of shares: over the length (as Figure 12 of arXiv:2609.14507), and under a load."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from benchmarks.plots import GRAY, INK, figure_of, save, tidy
 from benchmarks.results import Result, Row
 from benchmarks.share_tracking import CHOSEN, cases, optimum
+from benchmarks.share_under_load import BEFORE, UNDER, rivals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +29,47 @@ def draw_shares(result: Result, folder: Path) -> Path:
     figure.suptitle(f"Chosen and best shares, {result.machine['name']}", color=INK)
     figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
     return save(figure, result, folder)
+
+
+def draw_loads(result: Result, folder: Path) -> Path:
+    """Draw each step's time and share before, under and after each load; the picture's path."""
+    loads = list(rivals(result.rows))
+    figure, panels = figure_of(len(loads), width=3.6)
+    for (name, elastic, best), panel in zip(loads, panels, strict=True):
+        _draw_load(panel, name, elastic, best)
+    panels[0].set_ylabel("ms a layer")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.suptitle(f"Elastic shares under a load, {result.machine['name']}", color=INK)
+    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
+    return save(figure, result, folder)
+
+
+def _draw_load(panel: Axes, name: str, elastic: Row, best: Row) -> None:
+    steps = elastic["steps"]
+    numbers = range(-BEFORE, len(steps) - BEFORE)
+    panel.axvspan(-0.5, UNDER - 0.5, color=GRAY, alpha=0.15, lw=0, label="under the load")
+    panel.plot(numbers, [s["ms_per_layer"] for s in steps], ".", color=_RED, label="elastic")
+    panel.plot(
+        (-0.5, UNDER - 0.5),
+        [best["ms_per_layer"]] * 2,
+        color=_BLUE,
+        label="at the best fixed share for the load",
+    )
+    for start, stop in ((-BEFORE, 0), (UNDER - BEFORE, UNDER), (UNDER + BEFORE, len(numbers))):
+        shares = [s["share"] for s in steps[BEFORE + start : BEFORE + stop]]
+        if shares:
+            at = (start + min(stop, len(numbers) - BEFORE)) / 2
+            panel.annotate(
+                f"{shares[-1]:.2f}",
+                (at, 0.03),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                color=INK,
+            )
+    panel.set_ylim(bottom=0)
+    panel.set_title(name, color=INK)
+    panel.set_xlabel("steps since the load began; below: the share")
+    tidy(panel)
 
 
 def _draw_panel(panel: Axes, shape: str, sizes: Sequence[Sequence[Row]]) -> None:

@@ -1,16 +1,27 @@
-"""Markdown of how near chosen shares come to the best ones."""
+"""Markdown of how near chosen shares come to the best ones, alone and under load."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from benchmarks.plots import plot_name
-from benchmarks.results import Result
+from benchmarks.results import Result, Row
 from benchmarks.share_tracking import CHOSEN, best_share, cases, optimum
+from benchmarks.share_under_load import pairs, rivals
 from benchmarks.tables import checks, markdown, provenance, rate
 
 _CALIBRATED = ["calibrated", "CPU, GB/s", "host to GPU, GB/s", "overheads, us", "p", "residual"]
 _TRACKED = ["", "chosen", "best, from and to", "ms a layer", "best fixed", "ms a layer there"]
+_UNDER_LOAD = [
+    "load",
+    "times A / B",
+    "placed",
+    "elastic",
+    "ms a layer",
+    "best fixed",
+    "ms a layer there",
+]
+_TWO_MODELS = ["two models", "frozen", "ms a layer", "elastic", "ms a layer"]
 
 
 def share_tracking(results: Sequence[Result]) -> str:
@@ -48,3 +59,40 @@ def share_tracking(results: Sequence[Result]) -> str:
             )
         parts += [markdown(_TRACKED, lines), checks(result)]
     return "\n\n".join(parts)
+
+
+def share_under_load(results: Sequence[Result]) -> str:
+    """An elastic share beside the best fixed one under a load, two models at once; a picture."""
+    parts = []
+    for result in results:
+        parts.append(provenance(result))
+        parts.append(f"![Steps under load on {result.machine['name']}]({plot_name(result)})")
+        lines = [
+            [
+                name,
+                f"{elastic['cpu_factor']:.2f} / {elastic['h2d_factor']:.2f}",
+                f"{elastic['placed_share']:.2f}",
+                f"{elastic['share']:.2f}",
+                f"{elastic['ms_per_layer']:.3f}",
+                f"{best['share']:.2f}",
+                f"{best['ms_per_layer']:.3f}",
+            ]
+            for name, elastic, best in rivals(result.rows)
+        ]
+        parts.append(markdown(_UNDER_LOAD, lines))
+        lines = [
+            [
+                name,
+                _shares(frozen),
+                f"{frozen['ms_per_layer']:.3f}",
+                _shares(elastic),
+                f"{elastic['ms_per_layer']:.3f}",
+            ]
+            for name, frozen, elastic in pairs(result.rows)
+        ]
+        parts += [markdown(_TWO_MODELS, lines), checks(result)]
+    return "\n\n".join(parts)
+
+
+def _shares(row: Row) -> str:
+    return " and ".join(f"{share:.2f}" for share in row["shares"])

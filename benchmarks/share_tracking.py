@@ -15,16 +15,13 @@ from itertools import groupby
 from statistics import median
 
 import torch
-from torch import Tensor
 
+from benchmarks.cache_steps import CacheSteps
 from benchmarks.command import Report, finish, parser, print_table, run
 from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_rounds import attending_threads, seconds_of
 from benchmarks.decode_sweep import unless_memory_is_short
 from benchmarks.results import Check, Row
-from sparsekv import CacheConfig, InplaceKVCache, ShareRouter
-from sparsekv.engine import attend
-from sparsekv.engine.balance import Balance
 from sparsekv.engine.calibrate import calibrate
 from sparsekv.roofline import PRESETS, CostModel
 
@@ -50,41 +47,10 @@ _Line = tuple[float, float]
 """Slope, and height at 0."""
 
 
-class _Steps:
-    """One cache of a case, and its steps."""
-
-    def __init__(self, case: Case, router: ShareRouter, balance: Balance | None = None) -> None:
-        self._case = case
-        spec = CacheConfig(cpu_share=0.5).spec(case.geometry, case.batch_size)
-        self.cache = InplaceKVCache(spec, case.device, router)
-        self.cache.balance = balance
-        self.cache.reserve(2 * case.context)
-        self._query, self._token = case.query(), case.new_token()
-        prompt = case.prompt()
-        for layer_idx in range(case.num_layers):
-            self.cache.append(layer_idx, *prompt)
-            self.cache.flush(layer_idx)
-
-    def step(self, num_steps: int = 1) -> Tensor:
-        """So many tokens, one after the other; the last one's attention of the last layer."""
-        for _ in range(num_steps):
-            for layer_idx in range(self._case.num_layers):
-                self.cache.append(layer_idx, *self._token)
-                out = attend(self.cache, layer_idx, self._query, self._case.shape.softmax_scale)
-        return out
-
-    def sample(self, num_steps: int) -> float:
-        """Milliseconds of a layer."""
-        seconds = seconds_of(lambda: self.step(num_steps), self._case.device)
-        return 1e3 * seconds / num_steps / self._case.num_layers
-
-
 def tracking(case: Case, cost: CostModel, shares: Sequence[float], rounds: int) -> Iterator[Row]:
     """A row for the chosen share, and one for each of `shares`, all in turn."""
-    balance = Balance(cost, is_elastic=False)
-    balance.begin(case.context)
-    chosen = _Steps(case, balance.router, balance)
-    fixed = _Steps(case, ShareRouter(0.0))
+    chosen = CacheSteps.by_costs(case, cost)
+    fixed = CacheSteps.borrowing(case)
     chosen.step(_WARM_UP)
     num_steps = max(1, round(_SAMPLE_S / seconds_of(chosen.step, case.device)))
     kept: dict[float | None, list[float]] = {share: [] for share in (None, *shares)}

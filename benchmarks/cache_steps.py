@@ -1,0 +1,68 @@
+"""Decode steps of attention alone over one cache, whose share is decided elsewhere."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from benchmarks.decode_case import Case
+from benchmarks.decode_rounds import seconds_of
+from sparsekv import CacheConfig, InplaceKVCache, ShareRouter
+from sparsekv.engine import attend
+from sparsekv.engine.balance import Balance
+from sparsekv.roofline import CostModel
+
+
+class CacheSteps:
+    """One cache of a case, filled with its context, and its steps.
+
+    Args:
+        case: layers, batch and context.
+        router: where segments go.
+        balance: what follows the costs, and decides the share of a step where it is elastic.
+    """
+
+    def __init__(self, case: Case, router: ShareRouter, balance: Balance | None = None) -> None:
+        self._case = case
+        spec = CacheConfig(cpu_share=0.5).spec(case.geometry, case.batch_size)
+        self.cache = InplaceKVCache(spec, case.device, router)
+        self.cache.balance = balance
+        self.cache.reserve(2 * case.context)
+        self._query, self._token = case.query(), case.new_token()
+        prompt = case.prompt()
+        for layer_idx in range(case.num_layers):
+            self.cache.append(layer_idx, *prompt)
+            self.cache.flush(layer_idx)
+
+    @classmethod
+    def by_costs(
+        cls, case: Case, cost: CostModel, *, is_elastic: bool = False, is_frozen: bool = False
+    ) -> CacheSteps:
+        """Placed as the library would with these costs.
+
+        Args:
+            case: as above.
+            cost: of a layer.
+            is_elastic: place less, and choose the share of each step.
+            is_frozen: follow no change of the costs.
+        """
+        balance = Balance(cost, is_elastic=is_elastic)
+        balance.begin(case.context)
+        return cls(case, balance.router, None if is_frozen else balance)
+
+    @classmethod
+    def borrowing(cls, case: Case) -> CacheSteps:
+        """All pinned, so that any share can be set, and nothing moves from one to the next."""
+        return cls(case, ShareRouter(0.0))
+
+    def step(self, num_steps: int = 1) -> Tensor:
+        """So many tokens, one after the other; the last one's attention of the last layer."""
+        for _ in range(num_steps):
+            for layer_idx in range(self._case.num_layers):
+                self.cache.append(layer_idx, *self._token)
+                out = attend(self.cache, layer_idx, self._query, self._case.shape.softmax_scale)
+        return out
+
+    def sample(self, num_steps: int = 1) -> float:
+        """Milliseconds of a layer."""
+        seconds = seconds_of(lambda: self.step(num_steps), self._case.device)
+        return 1e3 * seconds / num_steps / self._case.num_layers

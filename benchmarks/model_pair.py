@@ -1,0 +1,110 @@
+"""Two processes that decode at once, each a model of its own: what two users of a machine do."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+from benchmarks.cache_steps import CacheSteps
+from benchmarks.decode_case import Case
+from benchmarks.decode_rounds import attending_threads, synchronize
+from sparsekv.roofline import CostModel
+
+FROZEN, ELASTIC = "frozen", "elastic"
+_WARM_UP = 3
+
+
+class ModelPair:
+    """Use as a context manager: the processes end with it.
+
+    Args:
+        num_threads: threads of each that attend; None: the library's own number.
+    """
+
+    def __init__(self, num_threads: int | None) -> None:
+        self._num_threads = num_threads
+        self._users: list[Connection] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> ModelPair:
+        spawning = get_context("spawn")  # a fork has no CUDA
+        for _ in range(2):
+            ours, theirs = spawning.Pipe()
+            process = spawning.Process(target=_use, args=(theirs, self._num_threads), daemon=True)
+            process.start()
+            theirs.close()  # so that its end is seen
+            self._stack.callback(process.join)
+            self._stack.callback(ours.close)
+            self._users.append(ours)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def decoding(self, case: Case, cost: CostModel) -> Iterator[None]:
+        """Both have the case's caches, placed by these costs, within the body."""
+        self._ask((case, cost))
+        yield
+        self._ask(None)
+
+    def decode(self, way: str, seconds: float) -> list[tuple[float, float]]:
+        """Let both decode for so long; milliseconds of a layer of each, and the share at the end.
+
+        Args:
+            way: FROZEN or ELASTIC.
+        """
+        return self._ask((way, seconds))
+
+    def _ask(self, what: object) -> list[tuple[float, float]]:
+        """The answers of both."""
+        for user in self._users:
+            user.send(what)
+        return [user.recv() for user in self._users]
+
+
+def _use(asking: Connection, num_threads: int | None) -> None:
+    """Serve one of the two, until it is left alone."""
+    with attending_threads(num_threads):
+        try:
+            while True:
+                case, cost = asking.recv()
+                _decode_case(asking, case, cost)
+                gc.collect()
+                asking.send(None)
+        except EOFError:
+            return
+
+
+def _decode_case(asking: Connection, case: Case, cost: CostModel) -> None:
+    ways = {
+        FROZEN: CacheSteps.by_costs(case, cost, is_frozen=True),
+        ELASTIC: CacheSteps.by_costs(case, cost, is_elastic=True),
+    }
+    for steps in ways.values():
+        steps.step(_WARM_UP)
+    asking.send(None)
+    while (asked := asking.recv()) is not None:
+        way, seconds = asked
+        asking.send(_decode(ways[way], case, seconds))
+
+
+def _decode(steps: CacheSteps, case: Case, seconds: float) -> tuple[float, float]:
+    synchronize(case.device)
+    start, num_steps = time.perf_counter(), 0
+    while (passed := time.perf_counter() - start) < seconds:
+        steps.step()
+        synchronize(case.device)
+        num_steps += 1
+    ms_per_layer = 1e3 * passed / max(num_steps, 1) / case.num_layers
+    return ms_per_layer, steps.cache.stats().cpu_share

@@ -1,0 +1,301 @@
+"""How an elastic share holds while others use the machine: `python -m benchmarks.share_under_load`.
+
+A rival in mid-run: it begins to read memory, with as many threads as attend, or to copy over the
+bus, and ends again. Each step is timed, and under the load steps at fixed shares in turn with it.
+
+Two models at once (arXiv:2609.14507, Table 3): two processes decode the same, both at the share
+that one alone would have, or both at elastic shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from itertools import groupby
+from statistics import median
+
+import torch
+
+from benchmarks.buffer import Buffer, measuring_bytes
+from benchmarks.bus_ceilings import BusCeiling, BusLoad
+from benchmarks.cache_steps import CacheSteps
+from benchmarks.command import Report, finish, parser, print_table, run
+from benchmarks.decode_case import NUM_LAYERS, Case
+from benchmarks.decode_rounds import attending_threads
+from benchmarks.decode_sweep import unless_memory_is_short
+from benchmarks.memory_ceilings import ReadLoad, filled_buffer
+from benchmarks.model_pair import ELASTIC, FROZEN, ModelPair
+from benchmarks.results import Check, Row
+from benchmarks.share_tracking import BATCH_SIZE, FIXED, best_share, calibration_row
+from sparsekv.engine.balance import Balance
+from sparsekv.roofline import CostModel
+
+RIVAL, PAIR = "rival", "two models"
+MEMORY, BUS = "memory", "bus"
+CONTEXT = 16 << 10
+PAIR_SIZES = ((4, 8 << 10), (4, 16 << 10), (16, 8 << 10), (16, 16 << 10))
+"""Batch and context."""
+_LAYERS = 16
+"""A third of Qwen3's: a model has as many more times to judge by in each step."""
+_QUICK_CONTEXT, _QUICK_LAYERS = 1024, 2
+_SHARES = tuple(round(0.3 + 0.06 * i, 2) for i in range(12))
+_QUICK_SHARES = (0.5, 1.0)
+BEFORE, UNDER, AFTER = 8, 40, 24
+"""Steps that are told of, until the load begins, under it, and when it has ended."""
+_SETTLING = 24
+"""Steps before those, in which costs and share become what they are here."""
+_WARM_UP, _SAMPLES = 2, 2
+_SECONDS, _QUICK_SECONDS = 1.5, 0.1
+"""Of two models' turn."""
+_NEAR, _STEPS = 1.1, 15
+"""A step is near the best one, and after at most so many it must be."""
+_IN_A_ROW = 5
+"""Steps of which the median must be near: single ones scatter."""
+
+
+def under_load(
+    case: Case,
+    cost: CostModel,
+    loads: dict[str, AbstractContextManager[object]],
+    shares: Sequence[float],
+    rounds: int,
+) -> Iterator[Row]:
+    """For each load a row of the elastic share, with every step, and one for each fixed share."""
+    elastic = CacheSteps.by_costs(case, cost, is_elastic=True)
+    fixed = CacheSteps.borrowing(case)
+    elastic.step(_SETTLING)
+    for name, load in loads.items():
+        known = {**case.known, "part": RIVAL, "kind": "steps", "load": name}
+        steps = [_step(elastic) for _ in range(BEFORE)]
+        with load:
+            steps += [_step(elastic) for _ in range(UNDER)]
+            kept = _in_turn(elastic, fixed, shares, rounds)
+            costs = _costs(elastic)
+        steps += [_step(elastic) for _ in range(AFTER)]
+        for share, samples in kept.items():
+            row = {"ms_per_layer": median(samples), "samples": samples, "share": share}
+            if share is None:
+                row |= {"way": ELASTIC, "steps": steps, "share": steps[BEFORE + UNDER - 1]["share"]}
+                row |= {"placed_share": elastic.cache.stats().placed_share}
+                row |= {"cpu_factor": costs.cpu_s_per_token / cost.cpu_s_per_token}
+                row |= {"h2d_factor": costs.h2d_s_per_token / cost.h2d_s_per_token}
+            else:
+                row |= {"way": FIXED}
+            yield known | row
+
+
+def _step(elastic: CacheSteps) -> Row:
+    """Of one step, and the share it had."""
+    share = elastic.cache.stats().cpu_share
+    return {"share": share, "ms_per_layer": elastic.sample()}
+
+
+def _in_turn(
+    elastic: CacheSteps, fixed: CacheSteps, shares: Sequence[float], rounds: int
+) -> dict[float | None, list[float]]:
+    """Milliseconds of a layer by share, None for the elastic one; each step by itself, for that is
+    how those of the elastic share are timed.
+    """
+    kept: dict[float | None, list[float]] = {share: [] for share in (None, *shares)}
+    for _ in range(rounds):
+        for share, samples in kept.items():
+            steps = elastic if share is None else fixed
+            if share is not None:
+                fixed.cache.step_share = share
+            steps.step(_WARM_UP)
+            samples += [steps.sample() for _ in range(_SAMPLES)]
+    return kept
+
+
+def _costs(elastic: CacheSteps) -> CostModel:
+    assert isinstance(elastic.cache.balance, Balance)
+    return elastic.cache.balance.cost
+
+
+def pair_rows(
+    case: Case, cost: CostModel, pair: ModelPair, rounds: int, seconds: float
+) -> Iterator[Row]:
+    """A row for each way, of the mean of both models."""
+    with pair.decoding(case, cost):
+        kept: dict[str, list[list[float]]] = {FROZEN: [], ELASTIC: []}
+        shares = {}
+        for i in range(1 + rounds):
+            for way, samples in kept.items():
+                both = pair.decode(way, seconds)
+                if i:  # in the first one the costs become what they are with two
+                    samples.append([ms for ms, _ in both])
+                shares[way] = [share for _, share in both]
+    for way, samples in kept.items():
+        yield {
+            **case.known,
+            "part": PAIR,
+            "kind": "steps",
+            "way": way,
+            "shares": shares[way],
+            "ms_per_layer": median(sum(both) / 2 for both in samples),
+            "samples": samples,
+        }
+
+
+def rivals(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
+    """What and under which load, the elastic share's row and that of the best fixed one."""
+    chosen = _steps_of(RIVAL, rows)
+    for (shape, size, load), group in groupby(
+        chosen, key=lambda row: (row["shape"], row["size"], row["load"])
+    ):
+        here = list(group)
+        elastic = next(row for row in here if row["way"] == ELASTIC)
+        yield f"{shape}, {size}, {load}", elastic, best_share(here)
+
+
+def pairs(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
+    """What two models decode, and the rows of frozen and of elastic shares."""
+    both = _steps_of(PAIR, rows)
+    for frozen, elastic in zip(both[::2], both[1::2], strict=True):
+        yield f"{frozen['shape']}, {frozen['size']}", frozen, elastic
+
+
+def _steps_of(part: str, rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["part"] == part and row["kind"] == "steps"]
+
+
+def steps_until_near(elastic: Row, best: Row) -> int:
+    """Steps under the load until those that follow are near the best fixed share's."""
+    under = [step["ms_per_layer"] for step in elastic["steps"][BEFORE : BEFORE + UNDER]]
+    for i in range(UNDER - _IN_A_ROW + 1):
+        if median(under[i : i + _IN_A_ROW]) <= _NEAR * best["ms_per_layer"]:
+            return i
+    return UNDER
+
+
+def checks(rows: Sequence[Row]) -> list[Check]:
+    """How near the best fixed share, how soon, and two models beside frozen shares; CUDA only."""
+    made = []
+    for name, elastic, best in rivals(rows):
+        if not elastic["device"].startswith("cuda"):
+            continue
+        later = elastic["steps"][BEFORE + _STEPS : BEFORE + UNDER]
+        made += [
+            Check(
+                name=f"{name}: steps until within 10 % of the best fixed share",
+                value=steps_until_near(elastic, best),
+                target=_STEPS,
+                lower_is_better=True,
+            ),
+            Check(
+                name=f"{name}: steps from the 16th on / at the best fixed share",
+                value=median(step["ms_per_layer"] for step in later) / best["ms_per_layer"],
+                target=_NEAR,
+                lower_is_better=True,
+            ),
+        ]
+    for name, frozen, elastic in pairs(rows):
+        if frozen["device"].startswith("cuda"):
+            made.append(
+                Check(
+                    name=f"two models, {name}: steps at elastic / at frozen shares",
+                    value=elastic["ms_per_layer"] / frozen["ms_per_layer"],
+                    target=1.0,
+                    lower_is_better=True,
+                )
+            )
+    return made
+
+
+def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """Add all rows to `rows`, each as soon as there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report = Report()
+    with attending_threads(arguments.threads) as num_threads:
+
+        def keep(row: Row) -> None:
+            rows.append({**row, "num_threads": num_threads})
+            told = {k: v for k, v in row.items() if k not in ("samples", "steps")}
+            report(", ".join(str(value) for value in told.values()))
+
+        for name in arguments.shapes:
+            case = Case.of_model(name, BATCH_SIZE, CONTEXT, device).with_layers(_LAYERS)
+            if arguments.quick:
+                case = replace(case, batch_size=1, context=_QUICK_CONTEXT, num_layers=_QUICK_LAYERS)
+            if RIVAL in arguments.parts:
+                for row in _rival_part(case, arguments, num_threads):
+                    keep(row)
+            if PAIR in arguments.parts:
+                for row in _pair_part(case, arguments):
+                    keep(row)
+
+
+def _rival_part(case: Case, arguments: argparse.Namespace, num_threads: int) -> Iterator[Row]:
+    cost, _ = calibration_row(case)
+    shares = _QUICK_SHARES if arguments.quick else _SHARES
+    buffer = filled_buffer((8 << 20) if arguments.quick else measuring_bytes())
+    with ExitStack() as stack:
+        loads = _loads(buffer, num_threads, stack)
+        known = {**case.known, "part": RIVAL}
+        yield from unless_memory_is_short(
+            known, lambda: under_load(case, cost, loads, shares, arguments.rounds)
+        )
+
+
+def _loads(
+    buffer: Buffer, num_threads: int, stack: ExitStack
+) -> dict[str, AbstractContextManager[object]]:
+    loads: dict[str, AbstractContextManager[object]] = {MEMORY: ReadLoad(num_threads, buffer.span)}
+    if torch.cuda.is_available():
+        loads[BUS] = BusLoad(stack.enter_context(BusCeiling()))
+    return loads
+
+
+def _pair_part(case: Case, arguments: argparse.Namespace) -> Iterator[Row]:
+    sizes = ((case.batch_size, case.context),) if arguments.quick else PAIR_SIZES
+    cases = [replace(case, batch_size=batch, context=context) for batch, context in sizes]
+    # Each alone on the machine, before there are two.
+    costs = {case.batch_size: calibration_row(case)[0] for case in reversed(cases)}
+    seconds = _QUICK_SECONDS if arguments.quick else _SECONDS
+    with ModelPair(arguments.threads) as pair:
+        for case in cases:
+            cost = costs[case.batch_size]
+            yield from pair_rows(case, cost, pair, arguments.rounds, seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    options = parser(__doc__, rounds=3, scales=False)
+    options.add_argument(
+        "--shapes", nargs="+", choices=NUM_LAYERS, default=list(NUM_LAYERS), help="models"
+    )
+    options.add_argument(
+        "--parts", nargs="+", choices=(RIVAL, PAIR), default=[RIVAL, PAIR], help="what to measure"
+    )
+    arguments = options.parse_args(argv)
+    rows: list[Row] = []
+    try:
+        measure(arguments, rows)
+    finally:
+        _show(rows)
+        finish("share_under_load", rows, checks, arguments)
+
+
+def _show(rows: Sequence[Row]) -> None:
+    print_table(
+        "shares under load",
+        ("load", "elastic", "best fixed", "ms a layer", "at the best"),
+        [
+            (name, elastic["share"], best["share"], elastic["ms_per_layer"], best["ms_per_layer"])
+            for name, elastic, best in rivals(rows)
+        ],
+    )
+    print_table(
+        "two models at once",
+        ("two models", "frozen", "and", "ms a layer", "elastic", "and", "ms a layer"),
+        [
+            (name, *(cell for row in ways for cell in (*row["shares"], row["ms_per_layer"])))
+            for name, *ways in pairs(rows)
+        ],
+    )
+
+
+if __name__ == "__main__":
+    run(main)
