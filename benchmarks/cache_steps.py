@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
+import torch
 from torch import Tensor
 
 from benchmarks.decode_case import Case
-from benchmarks.decode_rounds import seconds_of
 from sparsekv import CacheConfig, InplaceKVCache, ShareRouter
 from sparsekv.engine import attend
 from sparsekv.engine.balance import Balance
@@ -63,6 +65,16 @@ class CacheSteps:
         return out
 
     def sample(self, num_steps: int = 1) -> float:
-        """Milliseconds of a layer."""
-        seconds = seconds_of(lambda: self.step(num_steps), self._case.device)
-        return 1e3 * seconds / num_steps / self._case.num_layers
+        """Milliseconds of a layer, until the last one's attention is there."""
+        self.wait()
+        start = time.perf_counter()
+        self.step(num_steps)
+        self.wait()
+        return 1e3 * (time.perf_counter() - start) / num_steps / self._case.num_layers
+
+    def wait(self) -> None:
+        """Return when the steps are done. Others may keep the device busy: waiting for the whole
+        device would not end.
+        """
+        if self._case.device.type == "cuda":
+            torch.cuda.current_stream(self._case.device).synchronize()

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from benchmarks.cache_steps import CacheSteps
 from benchmarks.decode_case import Case
-from benchmarks.decode_rounds import attending_threads, synchronize
+from benchmarks.decode_rounds import attending_threads
 from sparsekv.roofline import CostModel
 
 FROZEN, ELASTIC = "frozen", "elastic"
@@ -100,11 +100,11 @@ def _decode_case(asking: Connection, case: Case, cost: CostModel) -> None:
 
 
 def _decode(steps: CacheSteps, case: Case, seconds: float) -> tuple[float, float]:
-    synchronize(case.device)
+    steps.wait()
     start, num_steps = time.perf_counter(), 0
     while (passed := time.perf_counter() - start) < seconds:
         steps.step()
-        synchronize(case.device)
+        steps.wait()
         num_steps += 1
     ms_per_layer = 1e3 * passed / max(num_steps, 1) / case.num_layers
     return ms_per_layer, steps.cache.stats().cpu_share
