@@ -10,7 +10,7 @@ from harness import Twin, build, mappings
 
 from sparsekv.errors import CapacityError, LayoutError
 from sparsekv.format import KVGeometry, PartitionSpec
-from sparsekv.regions import RegionPool, memory
+from sparsekv.regions import RegionPool, control_groups, memory
 from sparsekv.regions.memory import parse_bytes
 
 GIB = 1 << 30
@@ -21,7 +21,7 @@ def with_available(monkeypatch, num_bytes):
     """Let the machine have so much left, the reserve not counted."""
     found = SimpleNamespace(available=num_bytes + memory.RESERVED_BYTES, total=1 << 40)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: found)
-    monkeypatch.setattr(memory, "_cgroup_available", lambda: 1 << 60)
+    monkeypatch.setattr(control_groups, "memory_left", lambda: None)
     monkeypatch.delenv("SPARSEKV_HOST_MEMORY", raising=False)
 
 
@@ -95,7 +95,7 @@ def test_the_reserve_is_left_to_the_machine(monkeypatch):
 def test_the_environment_replaces_the_machines_total(monkeypatch):
     found = SimpleNamespace(available=10 * GIB, total=12 * GIB)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: found)
-    monkeypatch.setattr(memory, "_cgroup_available", lambda: 1 << 60)
+    monkeypatch.setattr(control_groups, "memory_left", lambda: None)
     monkeypatch.setenv("SPARSEKV_HOST_MEMORY", "100GiB")
     assert memory.available_bytes() == 96 * GIB  # 100 less 2 in use less 2 reserved
     monkeypatch.setenv("SPARSEKV_HOST_MEMORY", "1GiB")
@@ -105,18 +105,22 @@ def test_the_environment_replaces_the_machines_total(monkeypatch):
         memory.available_bytes()
 
 
-def test_the_total_is_the_machines_or_the_containers_limit(monkeypatch, fake_root):
+def test_control_groups_leave_less_than_the_machine(monkeypatch):
+    with_available(monkeypatch, 3 * GIB)
+    monkeypatch.setattr(control_groups, "memory_left", lambda: 3 * GIB)
+    assert memory.available_bytes() == GIB  # less 2 reserved
+
+
+def test_the_total_is_the_machines_or_the_containers_limit(monkeypatch):
     found = SimpleNamespace(available=GIB, total=12 * GIB)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: found)
+    monkeypatch.setattr(control_groups, "memory_limit", lambda: None)
     monkeypatch.delenv("SPARSEKV_HOST_MEMORY", raising=False)
     assert memory.total_bytes() == 12 * GIB, "what others use counts too"
+    monkeypatch.setattr(control_groups, "memory_limit", lambda: 64 * GIB)
+    assert memory.total_bytes() == 12 * GIB
     monkeypatch.setenv("SPARSEKV_HOST_MEMORY", "100GiB")
-    assert memory.total_bytes() == 100 * GIB
-    write(fake_root / "proc/self", cgroup="0::/a/b\n")
-    root = fake_root / "sys/fs/cgroup"
-    write(root / "a", memory__max=f"{8 * GIB}\n")
-    write(root / "a/b", memory__max="max\n")
-    assert memory.total_bytes() == 8 * GIB
+    assert memory.total_bytes() == 64 * GIB
 
 
 @pytest.mark.parametrize(
@@ -142,49 +146,3 @@ def test_sizes_are_read_as_people_write_them(text, expected):
 def test_other_sizes_are_refused(text):
     with pytest.raises(LayoutError, match="is not a size; write"):
         parse_bytes(text)
-
-
-def write(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-
-
-@pytest.fixture
-def fake_root(monkeypatch, tmp_path):
-    """Where the module reads /proc and /sys from."""
-    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    return tmp_path
-
-
-def test_the_tightest_group_above_this_process_counts(fake_root):
-    write(fake_root / "proc/self", cgroup="0::/a/b\n")
-    stat = "anon 5\ninactive_file 100\n"
-    root = fake_root / "sys/fs/cgroup"
-    write(root / "a", memory__max="1000\n", memory__current="700\n")
-    write(root / "a/b", memory__max="max\n", memory__current="600\n")
-    for folder in (root / "a", root / "a/b"):
-        (folder / "memory.stat").write_text(stat)
-    assert memory._cgroup_available() == 400  # file cache that nobody uses is free
-    write(root / "a/b", memory__max="750\n")
-    assert memory._cgroup_available() == 250
-
-
-def test_version_1_groups_count(fake_root):
-    write(fake_root / "proc/self", cgroup="5:cpu,memory:/x\n3:cpuset:/\n0::/\n")
-    group = fake_root / "sys/fs/cgroup/memory/x"
-    write(
-        group,
-        memory__limit_in_bytes="9223372036854771712\n",
-        memory__usage_in_bytes="10\n",
-        memory__stat="total_inactive_file 4\n",
-    )
-    assert memory._cgroup_available() == 1 << 60, "no limit"
-    write(group, memory__limit_in_bytes="50\n")
-    assert memory._cgroup_available() == 44
-
-
-def test_without_groups_there_is_no_limit(fake_root):
-    assert memory._cgroup_available() == 1 << 60
-    write(fake_root / "proc/self", cgroup="0::/gone\n")
-    assert memory._cgroup_available() == 1 << 60

@@ -15,9 +15,8 @@ import torch
 
 from sparsekv.device import CudaAccelerator, SimulatedAccelerator
 from sparsekv.errors import CapacityError
-from sparsekv.machine import cgroup, link
+from sparsekv.machine import link
 from sparsekv.machine.cpu import Cpu, probe_cpu
-from sparsekv.machine.files import SystemFiles
 from sparsekv.machine.gpu import Gpu, probe_gpu
 from sparsekv.machine.kernels import probe_gpu_kernels
 from sparsekv.machine.link import (
@@ -137,66 +136,6 @@ class TestInterleaving:
         monkeypatch.setattr(numa, "nodes_in_use", lambda: nodes)
         monkeypatch.setattr(numa.platform, "machine", lambda: "x86_64")
         monkeypatch.setattr(numa, "_libc", SimpleNamespace(syscall=lambda *_: status))
-
-
-UNIFIED = "0::/outer/inner\n"
-SPLIT = "5:cpu,cpuacct:/outer/inner\n4:memory:/outer/inner\n1:name=systemd:/\n0::/\n"
-
-
-class TestCgroup:
-    @pytest.mark.parametrize(
-        ("groups", "cpus"),
-        [
-            ({"inner/cpu.max": "150000 100000"}, 1.5),
-            ({"inner/cpu.max": "max 100000"}, None),
-            ({"inner/cpu.max": "max 100000", "cpu.max": "400000 100000"}, 4.0),
-            ({"inner/cpu.max": "800000 100000", "cpu.max": "400000 100000"}, 4.0),
-            ({"inner/cpu.max": "rubbish"}, None),
-            ({"inner/cpu.max": ""}, None),
-            ({"inner/cpu.max": "100000 0"}, None),
-            ({}, None),
-        ],
-    )
-    def test_version_2_limits_the_processors(
-        self, tmp_path: Path, groups: dict[str, str], cpus: float | None
-    ) -> None:
-        files = {f"sys/fs/cgroup/outer/{name}": text for name, text in groups.items()}
-        write(tmp_path, {"proc/self/cgroup": UNIFIED, **files})
-        assert cgroup.cpu_limit(SystemFiles(tmp_path)) == cpus
-
-    @pytest.mark.parametrize(("quota", "cpus"), [("250000", 2.5), ("-1", None), ("0", None)])
-    def test_version_1_limits_the_processors(
-        self, tmp_path: Path, quota: str, cpus: float | None
-    ) -> None:
-        folder = "sys/fs/cgroup/cpu/outer"
-        files = {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": "100000"}
-        write(tmp_path, {"proc/self/cgroup": SPLIT, **files})
-        assert cgroup.cpu_limit(SystemFiles(tmp_path)) == cpus
-
-    def test_a_container_sees_its_group_as_the_root(self, tmp_path: Path) -> None:
-        files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000"}
-        assert cgroup.cpu_limit(SystemFiles(write(tmp_path, files))) == 0.5
-
-    @pytest.mark.parametrize(
-        ("table", "name", "text", "limit"),
-        [
-            (UNIFIED, "outer/inner/memory.max", "1073741824", 1 << 30),
-            (UNIFIED, "outer/memory.max", "1073741824", 1 << 30),
-            (UNIFIED, "outer/memory.max", "max", None),
-            (SPLIT, "memory/outer/memory.limit_in_bytes", "1073741824", 1 << 30),
-            (SPLIT, "memory/outer/memory.limit_in_bytes", "9223372036854771712", None),
-            (SPLIT, "memory/outer/memory.limit_in_bytes", "x", None),
-            (SPLIT, "outer/memory.max", "1073741824", None),
-            ("5:pids:/outer\n", "memory/outer/memory.limit_in_bytes", "1", None),
-            ("rubbish", "memory.max", "1", None),
-            ("x:::\n:::\n0::", "memory.max", "1", None),
-        ],
-    )
-    def test_memory_is_limited_by_any_group_above(
-        self, tmp_path: Path, table: str, name: str, text: str, limit: int | None
-    ) -> None:
-        write(tmp_path, {"proc/self/cgroup": table, f"sys/fs/cgroup/{name}": text})
-        assert cgroup.memory_limit(SystemFiles(tmp_path)) == limit
 
 
 MEMORY_FILES = {

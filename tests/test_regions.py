@@ -427,7 +427,7 @@ def test_addresses_that_the_system_refuses_are_a_capacity_error():
         from sparsekv.regions import memory
 
         os.environ["SPARSEKV_HOST_MEMORY"] = "1000TiB"
-        memory._cgroup_available = lambda: 1 << 60
+        memory.control_groups.memory_left = lambda: None
         cache = build(spec(geometry(head_dim=256, num_kv_heads=8)))
         twin = Twin(cache)
         twin.append(3)

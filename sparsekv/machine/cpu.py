@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsekv.machine import cgroup
 from sparsekv.machine.files import SystemFiles, field
-from sparsekv.regions import numa
+from sparsekv.regions import control_groups, numa
 
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
@@ -82,7 +81,7 @@ def probe_cpu(
         machine_cpus=len(online | usable),
         allowed_cores=_num_cores(files, usable),
         allowed_cpus=len(usable),
-        cgroup_cpus=cgroup.cpu_limit(files),
+        cgroup_cpus=control_groups.cpu_limit(root),
         nodes=_nodes_of(files, usable),
         can_interleave=can_interleave(),
         binding=tuple(name for name in _BINDING if environ.get(name)),

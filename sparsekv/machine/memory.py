@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsekv.machine import cgroup
 from sparsekv.machine.files import SystemFiles, field, kilobytes
-from sparsekv.regions import memory
+from sparsekv.regions import control_groups, memory
 
 _HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 _NEVER_OVERCOMMIT = "2"
@@ -64,7 +63,7 @@ def probe_memory(
     return HostMemory(
         total_bytes=files.read("proc/meminfo", lambda text: kilobytes("MemTotal", text)),
         available_bytes=kilobytes("MemAvailable", files.text("proc/meminfo") or ""),
-        cgroup_bytes=cgroup.memory_limit(files),
+        cgroup_bytes=control_groups.memory_limit(root),
         usable_bytes=usable_bytes(),
         huge_pages=_chosen(files.text(_HUGE_PAGES) or ""),
         process_has_huge_pages=field("THP_enabled", status) != "0",

@@ -10,14 +10,12 @@ import ctypes
 import mmap
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
 from sparsekv.device import Accelerator
 from sparsekv.errors import CapacityError, LayoutError
-from sparsekv.regions import numa
+from sparsekv.regions import control_groups, numa
 from sparsekv.regions.touch import Touch
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -28,7 +26,6 @@ RESERVED_BYTES = 2 << 30
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_NORESERVE = 0x4000
 _MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 10, 14, 15
-_UNLIMITED = 1 << 60
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -195,15 +192,16 @@ def available_bytes() -> int:
     """
     memory = psutil.virtual_memory()
     available = memory.available + _machine_bytes(memory.total) - memory.total
-    return max(min(available, _cgroup_available()) - RESERVED_BYTES, 0)
+    left = control_groups.memory_left()
+    return max(min(available, available if left is None else left) - RESERVED_BYTES, 0)
 
 
 def total_bytes() -> int:
     """Host memory that this process could have if nobody else used any: the machine's, as above, or
     what its container allows.
     """
-    limits = [_group_limit(folder / names[0]) for folder, names in _groups()]
-    return min(_machine_bytes(psutil.virtual_memory().total), *limits, _UNLIMITED)
+    total, limit = _machine_bytes(psutil.virtual_memory().total), control_groups.memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def check_available(num_bytes: int, what: str) -> None:
@@ -240,56 +238,3 @@ def _machine_bytes(total: int) -> int:
     """The machine's memory: `total`, or what the environment says instead."""
     told = os.environ.get("SPARSEKV_HOST_MEMORY")
     return parse_bytes(told) if told else total
-
-
-def _cgroup_available() -> int:
-    """Bytes left under the memory limits of this process's control groups; a large number without
-    one.
-
-    File cache that nobody uses counts as free: the kernel drops it before it kills.
-    """
-    left = (_group_available(folder, *names) for folder, names in _groups())
-    return min(left, default=_UNLIMITED)
-
-
-def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """This process's control groups and those above them, and the names of their files of the
-    limit, of the usage and of the file cache in it.
-    """
-    try:
-        entries = [
-            line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()
-        ]
-    except OSError:
-        return
-    for _, controllers, path in entries:
-        if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            yield folder, names
-            if folder == root:
-                break
-
-
-def _group_available(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int:
-    limit = _group_limit(folder / limit_name)
-    try:
-        usage = int((folder / usage_name).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return _UNLIMITED
-    return _UNLIMITED if limit == _UNLIMITED else limit - usage + int(stat.get(cache_name, 0))
-
-
-def _group_limit(file: Path) -> int:
-    try:
-        limit = file.read_text().strip()
-    except OSError:
-        return _UNLIMITED
-    return min(int(limit), _UNLIMITED) if limit.isdigit() else _UNLIMITED
