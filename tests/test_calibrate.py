@@ -132,6 +132,11 @@ def test_an_engine_that_is_not_timed_is_named(machine, monkeypatch, engine):
         calibrate()
 
 
+def test_the_key_names_the_device_that_is_measured(machine, monkeypatch):
+    monkeypatch.setattr("sparsekv.engine.profile_key._gpu", lambda device: (str(device), "1"))
+    assert calibrate().key.gpu == "cpu"
+
+
 def test_the_simulated_accelerator_tells_no_times(monkeypatch):
     _quicken(monkeypatch)
     with pytest.raises(LayoutError, match="only steps on a GPU are timed"):

@@ -75,7 +75,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> type[_ToldSteps]:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("sparsekv.engine.profile_key._gpu", lambda: ("NVIDIA H200", "580.1"))
+    monkeypatch.setattr("sparsekv.engine.profile_key._gpu", lambda device: ("NVIDIA H200", "580.1"))
     for module in ("calibrate", "costs"):
         monkeypatch.setattr(f"sparsekv.engine.{module}.num_attending_threads", lambda: 15)
     monkeypatch.setattr("sparsekv.engine.calibrate._Steps", Steps)

@@ -145,7 +145,13 @@ class TestTables:
     def test_what_was_measured_here_is_used(self, capsys: pytest.CaptureFixture[str]) -> None:
         model = known_size("qwen3-30b-a3b", torch.bfloat16, "native")
         Calibration(
-            key=profile_key(model.attended, model.num_heads, batch_size=16, num_threads=1),
+            key=profile_key(
+                model.attended,
+                model.num_heads,
+                batch_size=16,
+                device=torch.device("cuda"),
+                num_threads=1,
+            ),
             machine=replace(PRESETS["h200"], name="the box under the desk"),
             cost=CostModel(cpu_s_per_token=0.0, h2d_s_per_token=1e-6),
             residual=0.0,

@@ -12,6 +12,7 @@ import torch
 from harness import geometry
 
 from sparsekv.engine import costs
+from sparsekv.engine import profile_key as profile_key_module
 from sparsekv.engine.costs import cost_of
 from sparsekv.engine.profile_key import profile_key
 from sparsekv.errors import CapacityError, LayoutError
@@ -22,8 +23,8 @@ CUDA = torch.device("cuda", 0)
 COST = CostModel(cpu_s_per_token=2e-6, h2d_s_per_token=3e-6)
 
 
-def calibration(cost=COST, **changes):
-    key = profile_key(GEOMETRY, 4, batch_size=2, num_threads=2)
+def calibration(cost=COST, device=CUDA, **changes):
+    key = profile_key(GEOMETRY, 4, batch_size=2, device=device, num_threads=2)
     return Calibration(
         key=replace(key, **changes), machine=PRESETS["h200"], cost=cost, residual=0, points=()
     )
@@ -99,6 +100,21 @@ def test_what_is_saved_for_another_is_not(measured, folder, change):
     calibration(replace(COST, cpu_overhead_s=1), **change).save(folder)
     assert ask() == COST
     assert measured == [(GEOMETRY, {"num_heads": 4, "batch_size": 2, "device": CUDA})]
+
+
+def test_each_gpu_of_a_machine_has_its_own(measured, folder, monkeypatch):
+    """Also where torch's current device is another one."""
+    names = ("H200", "A100")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=CUDA: names[device.index])
+    monkeypatch.setattr(profile_key_module, "driver_version", lambda: "580.1")
+    of_second = calibration(replace(COST, cpu_overhead_s=1), torch.device("cuda", 1))
+    assert (of_second.key.gpu, of_second.key.driver) == ("A100", "580.1")
+    of_second.save(folder)
+    calibration().save(folder)
+    assert ask() == COST
+    assert ask(device=torch.device("cuda", 1)) == of_second.cost
+    assert measured == []
 
 
 def test_a_measurement_is_made_and_saved_once_though_many_ask_at_once(measured, folder):

@@ -446,7 +446,11 @@ def test_a_step_uses_the_experts_of_its_tokens() -> None:
 def save_calibration(batch_size: int = 4, num_threads: int = 1, **other: str) -> Calibration:
     model = size_of("qwen3-30b-a3b")
     key = profile_key(
-        model.attended, model.num_heads, batch_size=batch_size, num_threads=num_threads
+        model.attended,
+        model.num_heads,
+        batch_size=batch_size,
+        device=torch.device("cuda"),
+        num_threads=num_threads,
     )
     calibration = Calibration(
         key=replace(key, **other),
@@ -500,7 +504,9 @@ def test_of_several_the_one_with_most_threads_is_used(monkeypatch: pytest.Monkey
     for num_threads in (1, 3, 9):
         save_calibration(num_threads=num_threads)
     model = size_of("qwen3-30b-a3b")
-    found = find_calibration(model.attended, model.num_heads, batch_size=4)
+    found = find_calibration(
+        model.attended, model.num_heads, batch_size=4, device=torch.device("cuda")
+    )
     assert found is not None
     assert found.key.num_threads == 3
 

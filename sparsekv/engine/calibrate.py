@@ -76,7 +76,11 @@ def calibrate(
         geometry, num_heads=num_heads, batch_size=batch_size, device=steps.cache.device, cost=cost
     )
     key = profile_key(
-        geometry, num_heads, batch_size=batch_size, num_threads=num_attending_threads()
+        geometry,
+        num_heads,
+        batch_size=batch_size,
+        device=steps.cache.device,
+        num_threads=num_attending_threads(),
     )
     return Calibration(key=key, machine=machine, cost=cost, residual=residual, points=tuple(points))
 

@@ -106,7 +106,9 @@ def _calibration(
     """The saved one, or a new one, saved."""
     folder = profile_folder()
     num_threads = num_attending_threads()
-    key = profile_key(geometry, num_heads, batch_size=batch_size, num_threads=num_threads)
+    key = profile_key(
+        geometry, num_heads, batch_size=batch_size, device=device, num_threads=num_threads
+    )
     with _measuring:
         if key in _unsaved:
             return _unsaved[key]

@@ -16,6 +16,8 @@ from sparsekv.roofline import PRESETS, Calibration, MachineProfile
 STAND_IN = "h200"
 """The preset in place of a measurement: the host of this project's benchmarks."""
 THIS = "this"
+_THIS_GPU = torch.device("cuda")
+"""The current one."""
 
 
 def choose_rates(
@@ -80,16 +82,22 @@ def choose_budget(rates: Rates, ram_bytes: int | None, vram_bytes: int | None) -
 def _measured(model: ModelSize, batch_size: int) -> Rates | None:
     """What was measured here for this model and batch."""
     check_positive_int("batch_size", batch_size, "a run needs at least one sequence")
-    found = find_calibration(model.attended, model.num_heads, batch_size=batch_size)
+    found = find_calibration(
+        model.attended, model.num_heads, batch_size=batch_size, device=_THIS_GPU
+    )
     if found is None:
         return None
     return Rates(machine=found.machine, cost=found.cost, origin="calibration")
 
 
 def _check_calibration(calibration: Calibration, model: ModelSize, batch_size: int) -> None:
-    key, num_threads = calibration.key, calibration.key.num_threads
+    key = calibration.key
     wanted = profile_key(
-        model.attended, model.num_heads, batch_size=batch_size, num_threads=num_threads
+        model.attended,
+        model.num_heads,
+        batch_size=batch_size,
+        device=_THIS_GPU,
+        num_threads=key.num_threads,
     )
     found, asked = (
         f"{k.geometry} in {k.dtype} with a batch of {k.batch_size}" for k in (key, wanted)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from sparsekv.format import KVGeometry
 from sparsekv.machine.cpu import probe_cpu
+from sparsekv.machine.gpu import driver_version
 from sparsekv.roofline import Calibration, ProfileKey, profile_folder
 
 _NONE = "none"
 
 
 def profile_key(
-    geometry: KVGeometry, num_heads: int, *, batch_size: int, num_threads: int
+    geometry: KVGeometry,
+    num_heads: int,
+    *,
+    batch_size: int,
+    device: torch.device,
+    num_threads: int,
 ) -> ProfileKey:
     """The key of this machine, as it is now, for one layer's attention.
 
@@ -26,12 +30,13 @@ def profile_key(
         geometry: what both engines attend to; the number of its layers does not matter.
         num_heads: query heads.
         batch_size: sequences of a step.
+        device: the accelerator; where it is no GPU that can be used, the key names none.
         num_threads: threads of the CPU that attend.
     Raises:
         LayoutError: a count that is not a whole number of at least 1.
     """
     shared = " shared" if geometry.shared_kv else ""
-    gpu, driver = _gpu()
+    gpu, driver = _gpu(device)
     return ProfileKey(
         cpu=cpu_name(),
         gpu=gpu,
@@ -47,7 +52,7 @@ def profile_key(
 
 
 def find_calibration(
-    geometry: KVGeometry, num_heads: int, *, batch_size: int
+    geometry: KVGeometry, num_heads: int, *, batch_size: int, device: torch.device
 ) -> Calibration | None:
     """What was measured on this machine, with the most threads if with several; None: nothing.
 
@@ -55,11 +60,12 @@ def find_calibration(
         geometry: as for `profile_key`.
         num_heads: as for `profile_key`.
         batch_size: sequences of a step.
+        device: as for `profile_key`.
     Raises:
         LayoutError: a count that is not a whole number of at least 1.
     """
     folder = profile_folder()
-    key = profile_key(geometry, num_heads, batch_size=batch_size, num_threads=1)
+    key = profile_key(geometry, num_heads, batch_size=batch_size, device=device, num_threads=1)
     for num_threads in range(os.cpu_count() or 1, 0, -1):
         found = Calibration.load(folder, replace(key, num_threads=num_threads))
         if found is not None:
@@ -72,16 +78,8 @@ def cpu_name() -> str:
     return probe_cpu().model or platform.processor() or platform.machine()
 
 
-def _gpu() -> tuple[str, str]:
+def _gpu(device: torch.device) -> tuple[str, str]:
     """Its name, and the version of its driver."""
-    if not torch.cuda.is_available():
+    if device.type != "cuda" or not torch.cuda.is_available():
         return _NONE, _NONE
-    version = re.search(r"Kernel Module\s.*?(\d+\.[\d.]+)", _read("/proc/driver/nvidia/version"))
-    return torch.cuda.get_device_name(), version[1] if version else _NONE
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    return torch.cuda.get_device_name(device), driver_version() or _NONE

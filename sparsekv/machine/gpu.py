@@ -80,17 +80,22 @@ def probe_gpu(
             torch.cuda.init()
     except Exception as error:  # of torch or the driver, of whatever kind
         reason = " ".join(str(error).split())
-    version = files.text("proc/driver/nvidia/version") or ""
-    driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", version)
     return Gpu(
         device=device,
         reason=reason,
         cuda=torch.version.cuda,
         is_rocm=getattr(torch.version, "hip", None) is not None,
-        driver=driver[1] if driver else None,
+        driver=driver_version(root),
         has_nodes=any(files.names("dev", r"nvidia\d+")),
         hidden_by=environ.get("CUDA_VISIBLE_DEVICES"),
     )
+
+
+def driver_version(root: Path = Path("/")) -> str | None:
+    """Version of NVIDIA's driver in this kernel; None where none shows itself."""
+    text = SystemFiles(root).text("proc/driver/nvidia/version") or ""
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return found[1] if found else None
 
 
 def _current_device(cuda: Any) -> GpuDevice:
