@@ -104,7 +104,7 @@ def test_buffers_that_would_be_too_large_are_not_made(device, monkeypatch):
 
 
 def timed(twin):
-    """What has been noted of the CPU, in all layers of the steps so far."""
+    """What has been noted of the CPU, in all layers of the steps since the last call."""
     twin.cache.companion.synchronize()
     return twin.cache.companion.timings.cpu.take()
 
@@ -116,7 +116,7 @@ def test_the_time_of_each_part_is_noted_with_its_tokens(device, are_jobs, monkey
     twin = Twin(build(share=0.5, device=device))
     twin.append(30)
     step(twin)
-    timed(twin)
+    assert timed(twin) == [], "nobody has asked yet"
     expected, start = [], time.monotonic()
     for _ in range(20):
         twin.append(1, flush=False)
@@ -133,6 +133,8 @@ def test_what_is_borrowed_counts_as_the_cpus(device):
     twin = Twin(build(share=0.5, device=device, step_share=1))
     twin.append(30)
     step(twin)
+    timed(twin)
+    step(twin)
     assert [num_tokens for num_tokens, _ in timed(twin)] == [28]
 
 
@@ -142,6 +144,8 @@ def test_attention_of_several_queries_says_nothing_of_a_step(device, are_jobs, m
         monkeypatch.setattr(host_jobs, "attention_jobs", lambda: None)
     twin = Twin(build(share=0.5, device=device))
     twin.append(30)
+    step(twin)
+    timed(twin)
     step(twin, num_queries=2)
     assert timed(twin) == []
 
@@ -149,7 +153,10 @@ def test_attention_of_several_queries_says_nothing_of_a_step(device, are_jobs, m
 def test_the_latest_timings_are_kept(device, monkeypatch):
     monkeypatch.setattr(timings, "_MOST_KEPT", 3)
     twin = Twin(build(share=1, device=device))
-    for length in (4, 4, 4, 4, 4):
+    twin.append(4)
+    step(twin)
+    timed(twin)
+    for length in (4, 4, 4, 4):
         twin.append(length)
         step(twin)
     assert [num_tokens for num_tokens, _ in timed(twin)] == [12, 16, 20]

@@ -14,8 +14,10 @@ from sparsekv.attention.stopwatch import Stopwatch
 from sparsekv.attention.timings import Recent
 from sparsekv.device import SimulatedAccelerator, SimulatedStream, open_accelerator
 from sparsekv.engine import attend
+from sparsekv.engine.balance import Balance
 from sparsekv.kernels import dispatch
 from sparsekv.regions import window
+from sparsekv.roofline import CostModel
 from sparsekv.transfer import in_place
 
 NUM_LAYERS = 8
@@ -53,13 +55,20 @@ def timed(monkeypatch):
 
 
 def twin_of(make=Ticking, share=0.5, num_layers=NUM_LAYERS, **changes):
-    """After its prompt and the steps that prepare launches."""
+    """After its prompt and the steps that prepare launches; its times are wanted from here on."""
     with accelerators(make):
         twin = Twin(build(spec(geometry(num_layers=num_layers), **changes), share))
     twin.append(30)
     steps(twin, 2)
-    twin.cache.companion.timings.gpu.take()
+    taken(twin)
     return twin
+
+
+def taken(twin):
+    """(the CPU's, the GPU's) times that are known now."""
+    twin.cache.companion.host.synchronize()
+    timings = twin.cache.companion.timings
+    return timings.cpu.take(), timings.gpu.take()
 
 
 def steps(twin, num_steps):
@@ -106,7 +115,7 @@ def test_times_are_within_the_time_around():
     accelerator = twin.cache.accelerator
     start = accelerator.clock()
     steps(twin, 6)
-    found = [seconds for _, seconds in twin.cache.companion.timings.gpu.take()[2:]]
+    found = [seconds for _, seconds in taken(twin)[1]]
     assert len(found) == 10
     assert min(found) > 0
     assert sum(found) <= accelerator.clock() - start
@@ -131,22 +140,41 @@ def test_steps_go_on_while_no_event_has_come(monkeypatch, timed):
 def test_nothing_is_timed_where_nothing_is_pinned():
     for twin in (twin_of(share=1), twin_of(num_layers=2)):
         steps(twin, 6)
-        assert twin.cache.companion.timings.gpu.take() == []
-        assert len(twin.cache.companion.timings.cpu.take()) > 6
+        cpu, gpu = taken(twin)
+        assert gpu == []
+        assert len(cpu) > 6
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nothing_is_timed_before_somebody_asks(timed, when):
+    """A balance does, whenever it comes."""
+    with accelerators(Ticking):
+        twin = Twin(build(spec(geometry(num_layers=NUM_LAYERS)), 0.5))
+    balance = Balance(CostModel(cpu_s_per_token=1, h2d_s_per_token=1), is_elastic=False)
+    if when == "before":
+        twin.cache.balance = balance
+    twin.append(30)
+    steps(twin, 6)
+    is_timed = when == "before"
+    assert any(layer_idx is not None for layer_idx in timed) == is_timed
+    assert (twin.cache.accelerator.clock() > 0) == is_timed  # that of the events
+    assert (balance.stats(0.5, 30).measured_cpu_s is not None) == is_timed
+    twin.cache.balance = balance
+    steps(twin, 6)
+    stats = balance.stats(0.5, 30)
+    assert stats.measured_cpu_s > 0
+    assert stats.measured_gpu_s > 0
 
 
 def test_prepared_jobs_are_noted_too():
     twin = twin_of()
-    companion = twin.cache.companion
-    companion.host.synchronize()
-    companion.timings.cpu.take()
+    taken(twin)
     expected = []
     for _ in range(6):
         unpinned = twin.cache.step_views(0).unpinned
         expected += NUM_LAYERS * [sum(view.num_tokens for view in unpinned)]
         steps(twin, 1)
-    companion.host.synchronize()
-    found = companion.timings.cpu.take()
+    found, _ = taken(twin)
     assert [num_tokens for num_tokens, _ in found] == expected
     assert min(seconds for _, seconds in found) > 0
 
@@ -171,6 +199,7 @@ def test_ctrl_c_at_any_line_of_a_timed_layer_leaves_times_in_order():
 def test_late_work_is_timed_when_it_is_done():
     accelerator, recent = LateCaller(), Recent()
     accelerator.clock = count().__next__
+    recent.take()
     stopwatch, stream = Stopwatch(accelerator, 5, recent), accelerator.current_stream()
     for num_tokens in (7, 8):
         assert [stopwatch.is_due(layer_idx) for layer_idx in range(5)].count(True) == 1
@@ -188,6 +217,7 @@ def test_late_work_is_timed_when_it_is_done():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_device_is_timed_without_waiting_for_it():
     recent = Recent()
+    recent.take()
     stopwatch = Stopwatch(open_accelerator("cuda"), 5, recent)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

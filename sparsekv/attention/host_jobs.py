@@ -196,7 +196,7 @@ class HostJobs:
                     job.wait()
                 except SparseKVError as error:
                     self._error = error
-            elif num_tokens and (seconds := job.seconds) is not None:
+            elif num_tokens and self._timings.is_wanted and (seconds := job.seconds) is not None:
                 self._timings.note(num_tokens, seconds)
             awaited.popleft()
 

@@ -25,7 +25,7 @@ class Stopwatch:
     Args:
         accelerator: whose streams are timed.
         num_layers: of a step; they are attended to in order, from 0.
-        timings: where a time is noted.
+        timings: where a time is noted; nothing is timed before it is wanted there.
     """
 
     def __init__(self, accelerator: Accelerator, num_layers: int, timings: Recent) -> None:
@@ -45,8 +45,9 @@ class Stopwatch:
         if layer_idx == 0:
             self._read()
             self._num_steps += 1
-        is_in_turn = layer_idx >= _FIRST_LAYER and (layer_idx + self._num_steps) % self._stride == 0
-        return is_in_turn and self._num_timed - self._num_read < _MOST_UNREAD
+        if not self._timings.is_wanted or self._num_timed - self._num_read == _MOST_UNREAD:
+            return False
+        return layer_idx >= _FIRST_LAYER and (layer_idx + self._num_steps) % self._stride == 0
 
     def start(self) -> None:
         """The work of the caller's stream from here on is timed."""

@@ -18,17 +18,28 @@ of one new token. A plain pair, which costs a step next to nothing.
 
 
 class Recent:
-    """The latest timings of one engine that nobody has taken; earlier ones are forgotten."""
+    """The latest timings of one engine that nobody has taken; earlier ones are forgotten.
+
+    Nothing is kept, nor need be timed, before somebody has taken once: nobody may ever ask.
+
+    Attributes:
+        is_wanted: whether somebody has.
+    """
 
     def __init__(self) -> None:
+        self.is_wanted = False
         self._timings: deque[Timing] = deque(maxlen=_MOST_KEPT)
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Add one."""
-        self._timings.append((num_tokens, seconds))
+        """Add one, if it is wanted."""
+        if self.is_wanted:
+            self._timings.append((num_tokens, seconds))
 
     def take(self) -> list[Timing]:
-        """All of them, in the order in which they became known; they are forgotten."""
+        """All of them, in the order in which they became known; they are forgotten, and further
+        ones are wanted.
+        """
+        self.is_wanted = True
         taken = list(self._timings)
         self._timings.clear()
         return taken
