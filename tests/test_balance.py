@@ -11,6 +11,7 @@ import pytest
 import torch
 from simulated_machine import WINDOW, Chat, Machine, install, install_with_attention
 
+from sparsekv.attention.timings import Recent
 from sparsekv.engine.balance import Balance, placed_share
 from sparsekv.roofline import CostModel
 
@@ -46,6 +47,10 @@ def changed(cost, cpu=1.0, h2d=1.0):
 def assert_within_half_a_segment(chat, num_tokens):
     """`num_tokens` of a sequence should be unpinned."""
     assert abs(chat.num_unpinned - num_tokens) <= WINDOW / 2 + 1e-6
+
+
+def costs_of(cost):
+    return cost.cpu_s_per_token, cost.h2d_s_per_token
 
 
 def optimum(cost, num_tokens):
@@ -302,6 +307,74 @@ def test_a_share_of_all_that_ends_is_followed(machine):
     machine.cost = changed(cost, cpu=100)
     chat.decode(8)
     assert chat.balance.cost.marginal_share == pytest.approx(0.5)
+
+
+# Other rows
+
+
+def select_rows(chat, rows):
+    chat.cache.batch_select_indices(torch.tensor(rows))
+    chat.batch_size = len(rows)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 3]])
+@pytest.mark.parametrize("num_before", [0, 25])
+def test_the_costs_are_those_of_the_rows_from_the_first_step_on(machine, elastic, rows, num_before):
+    """Times of the rows before move nothing."""
+    chat = Chat(COST, batch_size=4, window_size=32, ping_pong_tokens=32, elastic=elastic)
+    chat.read(330)
+    chat.decode(num_before)
+    select_rows(chat, rows)
+    machine.cost = changed(COST, len(rows) / 4, len(rows) / 4)
+    for num_steps in (1, 1, 32, 32):
+        chat.decode(num_steps)
+        assert costs_of(chat.balance.cost) == pytest.approx(costs_of(machine.cost), rel=1e-9)
+        balance, share = chat.cache.stats().balance, chat.cache.stats().cpu_share
+        num_tokens = chat.cache.num_placed_tokens
+        assert balance.predicted_s == pytest.approx(machine.cost.step_time(share, num_tokens))
+        if balance.measured_cpu_s is not None:
+            assert balance.measured_cpu_s == pytest.approx(
+                machine.cost.cpu_time(share, num_tokens), rel=0.1
+            )
+    machine.cost = changed(machine.cost, 2)
+    decode_windows(chat, 2)
+    assert costs_of(chat.balance.cost) == pytest.approx(costs_of(machine.cost))
+
+
+def test_no_time_of_other_rows_counts(machine):
+    """Neither of the window that was under way nor of the last step, which is known later."""
+    chat = Chat(COST, batch_size=4, window_size=32, ping_pong_tokens=32)
+    chat.read(330)
+    chat.decode(31)
+    select_rows(chat, [3, 1])
+    timings = chat.cache.companion.timings
+    for recent in (timings.cpu, timings.gpu):
+        for _ in range(200):
+            Recent.note(recent, 160, 1.0)  # the machine's own would tell what it is now
+    machine.cost = changed(COST, 0.25, 0.5)
+    chat.decode(33)
+    assert costs_of(chat.balance.cost) == pytest.approx(costs_of(machine.cost))
+
+
+def test_a_copy_knows_the_rows_of_its_costs(machine):
+    chat = Chat(COST, batch_size=4)
+    chat.read(330)
+    select_rows(chat, [3, 1])
+    chat.decode(1)
+    twin = chat.copy()
+    twin.decode(1)
+    assert twin.balance.cost == chat.balance.cost == changed(COST, 0.5, 0.5)
+
+
+def test_beams_that_are_reordered_are_followed(machine):
+    chat = Chat(COST, window_size=32, ping_pong_tokens=32, batch_size=2)
+    chat.read(330)
+    machine.cost = changed(COST, 2)
+    for _ in range(64):
+        chat.decode(1)
+        chat.cache.reorder(torch.tensor([1, 1]))
+    assert costs_of(chat.balance.cost) == pytest.approx(costs_of(machine.cost))
 
 
 # Other lives

@@ -213,6 +213,20 @@ def test_late_work_is_timed_when_it_is_done():
     assert recent.take() == [(7, 1), (8, 1)]
 
 
+def test_times_that_are_under_way_are_not_those_of_the_next_rows(monkeypatch):
+    twin = twin_of(share=0)
+    event = type(twin.cache.accelerator.timed_event())
+    with monkeypatch.context() as patch:
+        patch.setattr(event, "has_come", lambda self: False)
+        steps(twin, 3)
+    twin.apply(lambda tensor: tensor[:1])
+    twin.cache.batch_select_indices(torch.tensor([0]))
+    steps(twin, 2)  # the first prepares launches, the second's times are not known yet
+    assert taken(twin)[1] == []
+    steps(twin, 1)
+    assert len(taken(twin)[1]) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_device_is_timed_without_waiting_for_it():

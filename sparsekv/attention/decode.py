@@ -212,8 +212,9 @@ class DecodeAttention:
     # The accelerator's part
 
     def _begin_anew(self, kind: tuple[Any, ...], query: Tensor) -> None:
-        """Forget what was prepared for queries of another kind."""
+        """Forget what was prepared for queries of another kind, and what is timed of them."""
         self._forget()
+        self._stopwatch.drop()
         self._kind = kind
         self._softmax_scale = kind[-1]
         self._lse = query.new_empty(query.shape[:3], dtype=torch.float32)

@@ -61,6 +61,10 @@ class Stopwatch:
         self._accelerator.current_stream().record_time(self._events[slot][1])
         self._num_timed += 1
 
+    def drop(self) -> None:
+        """Forget the times that are not known yet."""
+        self._num_read = self._num_timed
+
     def _read(self) -> None:
         while self._num_read < self._num_timed:
             slot = self._num_read % _MOST_UNREAD

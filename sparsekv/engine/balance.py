@@ -7,6 +7,7 @@ how much of the pinned region the CPU borrows in a step.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import median
 
 from sparsekv.attention import Timings
@@ -41,7 +42,8 @@ class Balance:
     looked at again once a window, or every few steps where the share is elastic.
 
     Args:
-        cost: one layer of the cache's batch.
+        cost: one layer of the batch that the cache is made for; another number of rows later costs
+            in proportion.
         is_elastic: choose the share of each step too.
     Attributes:
         router: for the cache.
@@ -50,6 +52,8 @@ class Balance:
     def __init__(self, cost: CostModel, *, is_elastic: bool) -> None:
         self._tracker = CostTracker(cost)
         self._is_elastic = is_elastic
+        self._num_rows: int | None = None
+        """Of the cache in its last step; None: there was none."""
         self._first_tokens = 0
         self._num_steps = 0
         """Of the window that is under way, and the times of either engine in it."""
@@ -100,7 +104,13 @@ class Balance:
         num_tokens = cache.num_placed_tokens
         if not num_tokens:
             return
-        self._observe(timings)
+        cpu, gpu = _real(timings.cpu.take()), _real(timings.gpu.take())
+        num_rows, before = cache.batch_size, self._num_rows or cache.spec.batch_size
+        self._num_rows = num_rows
+        if num_rows == before:
+            self._observe(cpu, gpu)
+        else:
+            self._scale(num_rows / before)
         self._num_steps += 1
         if self._is_window_full(cache.spec.window_size):
             self._tracker.end_window()
@@ -130,12 +140,19 @@ class Balance:
         """The same for a copy of the cache, with a router of its own."""
         other = Balance(self.cost, is_elastic=self._is_elastic)
         other.router.marginal_share = self.router.marginal_share
-        other._first_tokens = self._first_tokens
+        other._num_rows, other._first_tokens = self._num_rows, self._first_tokens
         other._measured_cpu_s, other._measured_gpu_s = self._measured_cpu_s, self._measured_gpu_s
         return other
 
     def _placed(self, share: float) -> float:
         return placed_share(share, self._is_elastic)
+
+    def _scale(self, factor: float) -> None:
+        """Go on with so many times the costs per token, and with no time from before."""
+        cpu, h2d = self.cost.cpu_s_per_token * factor, self.cost.h2d_s_per_token * factor
+        self._tracker = CostTracker(replace(self.cost, cpu_s_per_token=cpu, h2d_s_per_token=h2d))
+        self._num_steps = self._num_cpu_times = self._num_gpu_times = 0
+        self._measured_cpu_s = self._measured_gpu_s = None
 
     def _is_window_full(self, most_steps: int) -> bool:
         if self._num_steps >= most_steps:
@@ -147,8 +164,7 @@ class Balance:
             and all(count >= _ELASTIC_SAMPLES for count in counts if count)
         )
 
-    def _observe(self, timings: Timings) -> None:
-        cpu, gpu = _real(timings.cpu.take()), _real(timings.gpu.take())
+    def _observe(self, cpu: list[Timing], gpu: list[Timing]) -> None:
         for num_tokens, seconds in cpu:
             self._tracker.observe_cpu(seconds, 1.0, num_tokens)
         for num_tokens, seconds in gpu:
