@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from sparsekv.archive import read_header
 from sparsekv.csa.cache import CompressedCache, Mark
 from sparsekv.engine.config import CacheConfig
 from sparsekv.engine.costs import cost_of
@@ -307,8 +309,7 @@ class CompressedKVCache(OwnedCache):
         if cache is not None:
             cache.load(path)
             return
-        # The file brings its own number of rows.
-        new = self.store.new(1, self.owner.model.device)
+        new = self.store.new(read_header(Path(path))["batch_size"], self.owner.model.device)
         new.load(path)
         self.store.cache = new
 

@@ -12,11 +12,13 @@ import os
 import threading
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from sparsekv.archive import read_header
 from sparsekv.cache import InplaceKVCache
 from sparsekv.engine.balance import Balance
 from sparsekv.engine.config import CacheConfig
@@ -167,8 +169,8 @@ class RegionStore:
             return
         model = self.owner.model
         geometry = geometry_from_config(model.config, model.dtype)
-        # The file brings its own number of rows.
-        cache = self._new_cache(self.config.spec(geometry, 1), model.device)
+        spec = self.config.spec(geometry, read_header(Path(path))["batch_size"])
+        cache = self._new_cache(spec, model.device)
         cache.load(path)
         self.cache = cache
 

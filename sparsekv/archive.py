@@ -107,7 +107,6 @@ def load_cache(cache: InplaceKVCache, path: Path, kind: str = NO_EXTRA.kind) -> 
     per_row = cache.spec.segment_bytes // cache.spec.batch_size
     fill = header["num_tokens"] - len(num_rows) * cache.spec.segment_tokens
     with _open(path) as file:
-        _check_tensors(file, header, path)
         tables = file.get_tensor("row_tables")
         _check_row_tables(tables, header, path)
         placement.set_row_tables(tables)
@@ -128,13 +127,19 @@ def load_cache(cache: InplaceKVCache, path: Path, kind: str = NO_EXTRA.kind) -> 
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a saved cache.
+    """The header of a saved cache, which the tensors in the file bear out.
 
     Raises:
-        FormatError: no such file, truncated, not a saved cache, or a newer version.
+        FormatError: no such file, truncated, not a saved cache, a newer version, or one that
+            contradicts itself.
     """
     with _open(path) as file:
-        metadata = file.metadata() or {}
+        header = _parsed_header(file.metadata() or {}, path)
+        _check_tensors(file, header, path)
+    return header
+
+
+def _parsed_header(metadata: dict[str, str], path: Path) -> dict[str, Any]:
     if metadata.get("format") != FORMAT_NAME:
         raise FormatError(
             f"{path}: a safetensors file, but not a saved cache; save one with cache.save(path)"
@@ -154,6 +159,8 @@ def read_header(path: Path) -> dict[str, Any]:
         raise FormatError(
             f"{path}: its header lacks {', '.join(sorted(missing))}; save the cache again"
         )
+    if not _is_consistent(header):
+        raise FormatError(f"{path}: its header contradicts itself; save the cache again")
     return dict(header)
 
 
@@ -172,11 +179,16 @@ _HEADER_KEYS = (
 )
 
 
-def geometry_of(header: dict[str, Any]) -> KVGeometry:
+def _geometry_of(header: dict[str, Any], path: Path) -> KVGeometry:
     """The geometry that a saved cache was made for."""
-    fields = dict(header["geometry"])
-    fields["dtype"] = getattr(torch, fields["dtype"])
-    return KVGeometry(**fields)
+    try:
+        fields = dict(header["geometry"])
+        fields["dtype"] = getattr(torch, fields["dtype"])
+        return KVGeometry(**fields)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise FormatError(
+            f"{path}: its geometry cannot be read ({error}); save the cache again"
+        ) from None
 
 
 def _header(cache: InplaceKVCache) -> dict[str, Any]:
@@ -241,14 +253,8 @@ def _check_kind(header: dict[str, Any], kind: str, path: Path) -> None:
 
 def _check_header(cache: InplaceKVCache, header: dict[str, Any], path: Path) -> None:
     spec = cache.spec
-    try:
-        geometry = geometry_of(header)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise FormatError(
-            f"{path}: its geometry cannot be read ({error}); save the cache again"
-        ) from None
     for name, saved, own in (
-        ("geometry", geometry, spec.geometry),
+        ("geometry", _geometry_of(header, path), spec.geometry),
         ("window_size", header["window_size"], spec.window_size),
         ("segment_size", header["segment_size"], spec.segment_tokens),
     ):
@@ -257,8 +263,6 @@ def _check_header(cache: InplaceKVCache, header: dict[str, Any], path: Path) -> 
                 f"{path}: saved with {name}={saved}, this cache has {own}; load it into a cache "
                 "built alike"
             )
-    if not _is_consistent(header):
-        raise FormatError(f"{path}: its header contradicts itself; save the cache again")
     if spec.max_tokens is not None and header["num_tokens"] > spec.max_tokens:
         raise CapacityError(
             f"{path}: holds {header['num_tokens']} tokens, over max_tokens={spec.max_tokens}; "
@@ -267,15 +271,21 @@ def _check_header(cache: InplaceKVCache, header: dict[str, Any], path: Path) -> 
 
 
 def _is_consistent(header: dict[str, Any]) -> bool:
-    """Whether counts are counts, the lists are equally long, and the tokens fill the segments."""
+    """Whether counts are counts, the lists are equally long, segments fill windows, and tokens
+    segments.
+    """
     regions, rows, errors = (header[name] for name in ("regions", "segment_rows", "router_errors"))
-    batch_size, num_tokens = header["batch_size"], header["num_tokens"]
+    num_tokens, window_size, segment_size = (
+        header[name] for name in ("num_tokens", "window_size", "segment_size")
+    )
+    counts = window_size, segment_size, header["batch_size"]
     try:
         return (
             len(regions) == len(rows) == len(errors)
-            and 0 <= num_tokens - len(regions) * header["segment_size"] <= header["window_size"]
-            and all(type(count) is int for count in (num_tokens, batch_size, *rows))
-            and min([batch_size, *rows]) >= 1
+            and all(type(count) is int for count in (num_tokens, *counts, *rows))
+            and min([*counts, *rows]) >= 1
+            and window_size % segment_size == 0
+            and 0 <= num_tokens - len(regions) * segment_size <= window_size
             and set(regions) <= {"unpinned", "pinned"}
             and all(abs(error) <= 1 for error in (*errors, header["router_error"]))
         )
@@ -305,7 +315,7 @@ def _pieces(file: Any, layer_idx: int, region: str) -> list[str]:
 
 def _check_tensors(file: Any, header: dict[str, Any], path: Path) -> None:
     """Every tensor that the header promises is there, in its shape and dtype."""
-    geometry = geometry_of(header)
+    geometry = _geometry_of(header, path)
     row = [geometry.num_kv_heads, header["segment_size"] * geometry.elements_per_token]
     dtype = torch.empty(0, dtype=geometry.dtype)
     names = set(file.keys())

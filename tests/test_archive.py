@@ -235,6 +235,7 @@ def test_headers_that_are_none_are_refused(saved, text):
 HEADER_KEYS = (
     "geometry",
     "window_size",
+    "segment_size",
     "batch_size",
     "num_tokens",
     "regions",
@@ -265,6 +266,8 @@ def test_headers_of_other_types_are_refused(saved, key, value):
         lambda f: {"num_tokens": f["num_tokens"] + 4},
         lambda f: {"num_tokens": f["num_tokens"] - 4},
         lambda f: {"batch_size": f["batch_size"] + 1},
+        lambda f: {"segment_size": 0},
+        lambda f: {"window_size": f["window_size"] + 1},
         lambda f: {"regions": f["regions"][:-1]},
         lambda f: {"regions": [*f["regions"][:-1], "window"]},
         lambda f: {"regions": ["pinned"] * len(f["regions"])},

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import deepseek_v4_zoo
@@ -144,6 +145,36 @@ def test_a_chat_and_its_copies_go_on(make_patched: Callable[..., Any], ids: torc
         )
         assert torch.equal(found, expected)
     assert cache.stats().balance is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v4"])
+def test_a_loaded_cache_costs_what_its_own_rows_cost(
+    make_patched: Callable[..., Any],
+    ids: torch.Tensor,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And everything else of it is made for them, too."""
+    asked = []
+    for module in ("store", "compressed_cache"):
+        monkeypatch.setattr(
+            f"sparsekv.models.{module}.cost_of",
+            lambda geometry, **how: asked.append(how["batch_size"]) or COST,
+        )
+    settings = {"cpu_share": "auto", "profile": SLOW_LINK}
+    if name == "llama":
+        patched = make_patched(name, **settings)
+    else:
+        patched = sparsekv.patch(deepseek_v4_zoo.build(), deepseek_v4_zoo.small_config(**settings))
+    saved, loaded = patched.new_cache(), patched.new_cache()
+    patched.model(ids, **{compat.CACHE_KW: saved})
+    saved.save(tmp_path / "saved")
+    loaded.load(tmp_path / "saved")
+    assert asked == [3, 3]
+    regions = [getattr(each.store.cache, "entries", each.store.cache) for each in (saved, loaded)]
+    assert regions[0].spec == regions[1].spec
+    patched.restore()
 
 
 def test_beams_and_batches_are_served(make_patched: Callable[..., Any], padded: Any) -> None:
