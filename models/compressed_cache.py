@@ -114,7 +114,11 @@ class CompressedStore:
         """Free the regions; a cache that somebody still holds raises `reason`."""
         if self.cache is not None:
             self.cache.close(reason)
-        self.cache = None
+        self.discard()
+
+    def discard(self) -> None:
+        """Give the regions back, and forget what was reserved; any batch may come next."""
+        self.cache, self._reserved = None, (0, 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedStore:
         twin = CompressedStore(self.owner, self.config, self.geometry)
@@ -257,7 +261,7 @@ class CompressedKVCache(OwnedCache):
     def roll_back(self, mark: Mark | None) -> None:
         """Drop what came after `mark`; sequences that were selected anew since (beams) stay."""
         if mark is None:
-            self.store.cache = None
+            self.store.discard()
         elif self.store.cache is not None:
             self.store.cache.return_to(mark)
 
@@ -266,7 +270,7 @@ class CompressedKVCache(OwnedCache):
         batch.
         """
         self.owner.check_open()
-        self.store.cache = None
+        self.store.discard()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was; placed entries stay where they are."""

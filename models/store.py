@@ -181,8 +181,10 @@ class RegionStore:
         self.discard()
 
     def discard(self) -> None:
-        """Give the regions back; the next append builds new ones, for any batch."""
-        self.cache = None
+        """Give the regions back, and forget what was reserved; the next append builds new ones, for
+        any batch.
+        """
+        self.cache, self._reserved = None, (0, 0)
 
     def _build(self, key: Tensor, value: Tensor) -> None:
         geometry = KVGeometry(

@@ -147,6 +147,20 @@ def test_a_chat_and_its_copies_go_on(make_patched: Callable[..., Any], ids: torc
     assert cache.stats().balance is not None
 
 
+def test_a_reset_cache_places_its_prompt_as_a_new_one_does(
+    make_patched: Callable[..., Any], ids: torch.Tensor
+) -> None:
+    """Not as if it were as long as one that was announced before."""
+    short = replace(COST, cpu_overhead_s=1e-4)  # the CPU is not worth its overhead
+    patched = make_patched("llama", cpu_share="auto", profile=calibration(short))
+    cache = patched.new_cache()
+    cache.reserve(2000, 1500)
+    for share in (0.75, 0.0):
+        patched.model(ids, **{compat.CACHE_KW: cache})
+        assert cache.stats().placed_share == pytest.approx(share, abs=0.3)
+        cache.reset()
+
+
 @pytest.mark.parametrize("name", ["llama", "deepseek_v4"])
 def test_a_loaded_cache_costs_what_its_own_rows_cost(
     make_patched: Callable[..., Any],

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import deepseek_v4_zoo
 import pytest
 import torch
 import transformers
 from model_zoo import CONFIGS, build
 from transformers import DynamicCache
 
+import sparsekv
 from sparsekv import (
     CacheStateError,
     CapacityError,
     FormatError,
+    InplaceKVCache,
     LayoutError,
     SparseKVError,
     UnsupportedModelError,
@@ -149,6 +152,25 @@ def test_reset_makes_room_for_another_batch(both) -> None:
     _feed(plain, reference, _tokens(2, 15))
     _feed(model, cache, _tokens(2, 15))
     _assert_same_future((plain, reference, model, cache), rows=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v4"])
+def test_reset_forgets_what_was_reserved(make_patched, monkeypatch, name) -> None:
+    """Another batch may not fit for as many tokens."""
+    if name == "llama":
+        patched = make_patched(name)
+    else:
+        patched = sparsekv.patch(deepseek_v4_zoo.build(), deepseek_v4_zoo.small_config())
+    reserved = []
+    monkeypatch.setattr(InplaceKVCache, "reserve", lambda *given: reserved.append(given[1:]))
+    cache = patched.new_cache()
+    cache.reserve(400, 200)
+    _feed(patched.model, cache, _tokens(1, 9))
+    assert len(reserved) == 1
+    cache.reset()
+    _feed(patched.model, cache, _tokens(2, 9))
+    assert len(reserved) == 1
+    patched.restore()
 
 
 def test_a_copy_is_independent(both) -> None:
