@@ -19,11 +19,10 @@ COPY_BYTES = 64 << 20
 _HOST_COPIES = 4  # pieces of host memory that copies take turns with
 _LEAD = 8  # copies issued before time counts: the host must be there when it begins
 _HBM_BYTES = 1 << 30
-_LOAD_COPY_BYTES = 8 << 20
-"""Copies of several streams take turns: those of a load are about as large as a cache's segments,
-or the bus would not be halved.
+_LOAD_COPY_BYTES = 16 << 20
+"""All copies to the GPU wait in one line: with two of a load in it, each as large as a chunk of a
+cache, other streams get half of the bus, and with more they get less.
 """
-_LOAD_BATCH_BYTES = 256 << 20
 
 
 class BusCeiling:
@@ -65,15 +64,15 @@ class BusCeiling:
         with ReadLoad(num_threads, span) as load:
             return self._measure([(self._device, host) for host in self._host], load)
 
-    def begin_h2d(self, num_bytes: int, copy_bytes: int = COPY_BYTES) -> Callable[[], float]:
-        """Begin to copy so many bytes from host to GPU, in copies of `copy_bytes`; what is returned
-        waits for the end, and gives the seconds that the copies took.
+    def begin_h2d(self, num_bytes: int) -> Callable[[], float]:
+        """Begin to copy so many bytes from host to GPU; what is returned waits for the end, and
+        gives the seconds that the copies took.
         """
         first, last = _mark(), _mark()
         with torch.cuda.stream(self._stream):
             first.record()
-            for i, done in enumerate(range(0, num_bytes, copy_bytes)):
-                piece = slice(0, min(copy_bytes, num_bytes - done))
+            for i, done in enumerate(range(0, num_bytes, COPY_BYTES)):
+                piece = slice(0, min(COPY_BYTES, num_bytes - done))
                 source = self._host[i % len(self._host)]
                 self._device[piece].copy_(source[piece], non_blocking=True)
             last.record()
@@ -125,7 +124,7 @@ class BusLoad:
         self._thread.join()
 
     def _copy(self) -> None:
-        """With one batch of copies always waiting behind the one under way."""
+        """With one copy always waiting behind the one under way."""
         wait = self._begin()
         while not self._stop.is_set():
             wait_next = self._begin()
@@ -134,7 +133,7 @@ class BusLoad:
         wait()
 
     def _begin(self) -> Callable[[], float]:
-        return self._bus.begin_h2d(_LOAD_BATCH_BYTES, _LOAD_COPY_BYTES)
+        return self._bus.begin_h2d(_LOAD_COPY_BYTES)
 
 
 def hbm_copy_gbs(num_copies: int = 16) -> float:

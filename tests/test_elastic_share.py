@@ -99,10 +99,12 @@ def test_every_segment_has_one_reader_and_lies_where_it_lay(
         twin.cache.batch_select_indices(torch.tensor(rows))
         twin.apply(lambda tensor, rows=rows: tensor[rows])
     views = twin.cache.views(0)
-    readers = lend((views.unpinned, views.pinned), share)
-    pinned, rest = segments_of(views.pinned), segments_of(readers.accelerator)
-    num_lent = len(pinned) - len(rest)
-    assert readers.num_borrowed == 4 * num_lent
+    pinned = segments_of(views.pinned)
+    count = num_lent(len(segments_of(views.unpinned)), len(pinned), share)
+    readers = lend((views.unpinned, views.pinned), count)
+    rest = segments_of(readers.accelerator)
+    assert len(pinned) - len(rest) == count
+    assert readers.num_borrowed == 4 * count
     found = segments_of(readers.cpu) + rest
     expected = segments_of(views.unpinned) + pinned
     for (start, address, *tensors), (start_, address_, *tensors_) in zip(
@@ -126,7 +128,8 @@ def test_a_run_of_registrations_is_one_part_of_the_cpus():
     addresses = [address for _, address, *_ in segments_of(views.pinned)]
     steps = [after - before for before, after in itertools.pairwise(addresses)]
     num_pieces = 1 + sum(step != steps[0] for step in steps)
-    assert len(lend((views.unpinned, views.pinned), 1).cpu) == num_pieces < len(views.pinned)
+    readers = lend((views.unpinned, views.pinned), len(addresses))
+    assert len(readers.cpu) == num_pieces < len(views.pinned)
 
 
 def test_all_layers_of_a_step_borrow_the_same_segments(monkeypatch):

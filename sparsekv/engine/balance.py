@@ -21,8 +21,10 @@ _ELASTIC_SAMPLES = 40
 """Steps between two looks at the costs, at least, and times of each engine that is at work, where
 the next step can follow them.
 """
-_STILL = 0.005
-"""A step's share that would change by less stays: another one means other views to prepare."""
+_WORTH = 1.02
+"""A step's share stays unless another one makes the step this much shorter: what is prepared and
+read ahead for one is of no use for another.
+"""
 
 
 def placed_share(share: float, is_elastic: bool) -> float:
@@ -119,7 +121,7 @@ class Balance:
         wanted, current = self.step_share(num_tokens), cache.step_share
         if wanted is None or not cache.is_complete:  # not after the layers of one step, in order
             return
-        if current is None or abs(wanted - current) > _STILL:
+        if current is None or self._is_worth(wanted, current, num_tokens):
             cache.step_share = wanted
 
     def stats(self, cpu_share: float, num_tokens: int) -> ShareStats:
@@ -143,6 +145,13 @@ class Balance:
         other._num_rows, other._first_tokens = self._num_rows, self._first_tokens
         other._measured_cpu_s, other._measured_gpu_s = self._measured_cpu_s, self._measured_gpu_s
         return other
+
+    def _is_worth(self, wanted: float, current: float, num_tokens: int) -> bool:
+        """Whether steps get shorter by enough, or cannot stay as they are."""
+        if current < self.router.marginal_share:
+            return True
+        step_time = self.cost.step_time
+        return step_time(current, num_tokens) > _WORTH * step_time(wanted, num_tokens)
 
     def _placed(self, share: float) -> float:
         return placed_share(share, self._is_elastic)

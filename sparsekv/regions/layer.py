@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsekv.device import Event
 from sparsekv.format import KVView, PartitionSpec, Placement
-from sparsekv.regions.lending import HostViews, Readers, lend
+from sparsekv.regions.lending import HostViews, Readers, lend, num_lent
 from sparsekv.regions.outbox import Arrival
 from sparsekv.regions.pace import Pace
 from sparsekv.regions.pinned import PinnedStack
@@ -89,7 +89,7 @@ class LayerStore:
         self.arrival: Arrival | None = None
         """When the segments placed last will lie in their slots; None: all do."""
         self._shown: _Shown | None = None
-        self._readers: tuple[HostViews, float | None, Readers] | None = None
+        self._readers: tuple[HostViews, int, Readers] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -130,14 +130,17 @@ class LayerStore:
         return self._shown.views
 
     def readers(self, placement: Placement, cpu_share: float | None) -> Readers:
-        """Who attends to which of these views in a step, made again likewise.
+        """Who attends to which of these views in a step; made again likewise, and when another
+        number of segments is lent.
 
         Args:
             cpu_share: part of the placed tokens that the CPU attends to; None: what is unpinned.
         """
         views, known = self.host_views(placement), self._readers
-        if known is None or known[0] is not views or known[1] != cpu_share:
-            self._readers = known = (views, cpu_share, lend(views, cpu_share))
+        assert self._shown is not None
+        count = num_lent(*self._shown.counts, cpu_share)
+        if known is None or known[0] is not views or known[1] != count:
+            self._readers = known = (views, count, lend(views, count))
         return known[2]
 
     def _views(self, region: str, segments: list[int], placement: Placement) -> tuple[KVView, ...]:

@@ -58,10 +58,9 @@ def num_lent(num_unpinned: int, num_pinned: int, share: float | None) -> int:
     return max(wanted - num_unpinned, 0)
 
 
-def lend(views: HostViews, share: float | None) -> Readers:
-    """Who attends to what in a step in which the CPU's part is `share`."""
+def lend(views: HostViews, count: int) -> Readers:
+    """Who attends to what in a step in which the CPU borrows so many pinned segments."""
     unpinned, pinned = views
-    count = num_lent(_num_segments(unpinned), _num_segments(pinned), share)
     if not count:
         return Readers(unpinned, pinned, 0)
     borrowed: list[KVView] = []
@@ -75,7 +74,3 @@ def lend(views: HostViews, share: float | None) -> Readers:
             rest.append(view.segments(taken, view.key.shape[0]))
     num_borrowed = sum(view.num_tokens for view in borrowed)
     return Readers(unpinned + joined(borrowed), tuple(rest), num_borrowed)
-
-
-def _num_segments(views: tuple[KVView, ...]) -> int:
-    return sum(view.key.shape[0] for view in views)
