@@ -29,17 +29,23 @@ class Machine:
     Attributes:
         cost: may be changed at any time.
         clock: what is read for the seconds that passed.
+        reads_ahead: so that the window is not in the accelerator's times.
     """
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
         self.clock = lambda seconds: seconds
+        self.reads_ahead = True
 
     def timings(self) -> Timings:
         return Timings(
             cpu=_Told(lambda num_tokens: self.clock(self.cost.cpu_time(1.0, num_tokens))),
-            gpu=_Told(lambda num_tokens: self.clock(self.cost.gpu_time(0.0, num_tokens))),
+            gpu=_Told(lambda num_tokens: self.clock(self._gpu_time(num_tokens))),
         )
+
+    def _gpu_time(self, num_tokens: int) -> float:
+        overhead_s = self.cost.gpu_overhead_s if self.reads_ahead else 0.0
+        return self.cost.gpu_time(0.0, num_tokens) - overhead_s
 
 
 class _Told(Recent):

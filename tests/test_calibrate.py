@@ -32,7 +32,13 @@ COST = CostModel(
 @pytest.fixture
 def machine(monkeypatch):
     _quicken(monkeypatch)
-    return install(Machine(COST), monkeypatch)
+    return install(_machine(), monkeypatch)
+
+
+def _machine():
+    machine = Machine(COST)
+    machine.reads_ahead = False
+    return machine
 
 
 def _quicken(monkeypatch):
@@ -99,7 +105,7 @@ def test_any_kind_of_attention_is_measured_as_it_is(monkeypatch, shape):
     _quicken(monkeypatch)
     monkeypatch.setattr(module, "_LAYER_BYTES", (1, 1))
     monkeypatch.setattr(module, "_STEPS", 4)
-    machine = install_with_attention(Machine(COST), monkeypatch)
+    machine = install_with_attention(_machine(), monkeypatch)
     found = calibrate(geometry(num_layers=2, **shape))
     assert costs_of(found.cost) == pytest.approx(costs_of(machine.cost), rel=1e-6)
 

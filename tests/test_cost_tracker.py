@@ -232,12 +232,32 @@ def test_a_context_without_placed_tokens_says_nothing():
     assert run_window(CostTracker(MODEL), changed(MODEL, 2, 2), num_tokens=0) is MODEL
 
 
-@pytest.mark.parametrize("steps", [0, 1, 24])
-def test_too_few_samples_say_nothing_and_are_forgotten(steps):
+@pytest.mark.parametrize("steps", [0, 1, 6])
+def test_too_few_samples_say_nothing(steps):
     tracker = CostTracker(MODEL)
-    for _ in range(3):
+    for _ in range(4):
         assert run_window(tracker, changed(MODEL, 5, 5), steps=steps) is MODEL
     assert run_window(tracker, MODEL, steps=30) is MODEL
+
+
+def test_few_samples_a_window_tell_together():
+    tracker, machine = CostTracker(MODEL), changed(MODEL, 2, 0.5)
+    assert run_window(tracker, machine, steps=24) is MODEL
+    assert_knows(run_window(tracker, machine, steps=24), machine)
+
+
+@given(seeds, st.floats(1.5, 3), st.integers(0, 30))
+def test_a_step_change_is_found_though_times_scatter_by_half(seed, factor, num_before):
+    """Which no window of so few samples shows by itself."""
+    clock = noisy(random.Random(seed), 0.6)
+    tracker, machine = CostTracker(MODEL), changed(MODEL, factor, 1 / factor)
+    for _ in range(num_before):
+        assert run_window(tracker, MODEL, steps=40, clock=clock) is MODEL
+    for _ in range(20):
+        run_window(tracker, machine, steps=40, clock=clock)
+    assert_knows(tracker.model, machine, within=0.4)
+    later = {costs(run_window(tracker, machine, steps=40, clock=clock)) for _ in range(20)}
+    assert len(later) <= 3
 
 
 def test_windows_do_not_mix():

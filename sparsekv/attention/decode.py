@@ -80,7 +80,7 @@ class DecodeAttention:
         host: what attends on the CPU, for split attention too.
         timings: what recent steps took, to be taken from there.
         reads_ahead: copy a layer's first chunks before its query is there; not so where a step's
-            time is to be that of all it reads.
+            time is to be that of all it reads, its window too.
     """
 
     def __init__(self, registrar: Registrar, ping_pong: PingPong, geometry: KVGeometry) -> None:
@@ -148,12 +148,17 @@ class DecodeAttention:
         stream = self._asked(layer, query, parts) if parts.unpinned else None
         out = query.new_empty((*query.shape[:3], window.value.shape[4]), dtype=torch.float32)
         is_timed = self._stopwatch.is_due(layer_idx)
-        if is_timed:
+        if is_timed and not self.reads_ahead:
             self._stopwatch.start()
         layer.attend(query, 0, parts.num_in_window, out)
-        num_in_place = self._attend_pinned(ops, layer, query, out)
-        if is_timed and num_in_place:
-            self._stopwatch.stop(num_in_place)
+        in_place = self._after_ahead(ops, layer, query, out)
+        if is_timed and self.reads_ahead:
+            self._stopwatch.start()
+        for attend in in_place.attends:
+            attend(query, 0, None, out)
+        if is_timed and in_place.attends:
+            self._stopwatch.stop(in_place.num_tokens)
+        self._accelerator.h2d_bytes += in_place.num_bytes
         self._load_ahead(*upcoming)
         if stream is not None:
             self._take(layer, out, stream)
@@ -244,17 +249,13 @@ class DecodeAttention:
             is_carried=is_carried,
         )
 
-    def _attend_pinned(self, ops: DecodeOps, layer: _Layer, query: Tensor, out: Tensor) -> int:
-        """The tokens that were not there ahead."""
-        in_place = layer.in_place
-        if layer.ahead and all(map(self._ping_pong.holds, layer.ahead)):
-            in_place = layer.after_ahead
-            for chunk in layer.ahead:
-                self._of_chunk(ops, query, self._ping_pong.take(chunk))(query, 0, None, out)
-        for attend in in_place.attends:
-            attend(query, 0, None, out)
-        self._accelerator.h2d_bytes += in_place.num_bytes
-        return in_place.num_tokens
+    def _after_ahead(self, ops: DecodeOps, layer: _Layer, query: Tensor, out: Tensor) -> _InPlace:
+        """Attend to the chunks that were copied ahead, if they were; what is left to attend to."""
+        if not layer.ahead or not all(map(self._ping_pong.holds, layer.ahead)):
+            return layer.in_place
+        for chunk in layer.ahead:
+            self._of_chunk(ops, query, self._ping_pong.take(chunk))(query, 0, None, out)
+        return layer.after_ahead
 
     def _of_chunk(self, ops: DecodeOps, query: Tensor, view: KVView) -> Any:
         """Attention to a chunk in one of the two buffers, whichever layer it is of."""

@@ -52,7 +52,7 @@ class Timings:
     cpu: Recent = field(default_factory=Recent)
     """Of attention alone, without waiting for the query; of every layer."""
     gpu: Recent = field(default_factory=Recent)
-    """Of attention to the window and the pinned region, in some layers of a step whose launches are
-    prepared. The tokens are those that were read in place: what was read ahead took the bus when it
-    was free, and takes no longer with the length.
+    """Of attention to what is read in place of the pinned region, in some layers of a step whose
+    launches are prepared. What is read ahead takes the bus when it is free, and no longer with the
+    length; where nothing is, the window's part is in it.
     """

@@ -176,6 +176,8 @@ class Balance:
     def _observe(self, cpu: list[Timing], gpu: list[Timing]) -> None:
         for num_tokens, seconds in cpu:
             self._tracker.observe_cpu(seconds, 1.0, num_tokens)
+        # Of what is read in place alone; the window is what the overhead stands for.
+        gpu = [(num_tokens, seconds + self.cost.gpu_overhead_s) for num_tokens, seconds in gpu]
         for num_tokens, seconds in gpu:
             self._tracker.observe_gpu(seconds, 0.0, num_tokens)
         self._num_cpu_times += len(cpu)

@@ -36,7 +36,7 @@ class ShareStats:
     measured_cpu_s: float | None
     """What the CPU took; None: nothing was measured yet."""
     measured_gpu_s: float | None
-    """What the accelerator took, beside what it had read ahead."""
+    """What the accelerator took, beside what it had read ahead, and its overhead as calibrated."""
 
     def __str__(self) -> str:
         line = f"share aimed at {self.target_share:.1%}; ms a layer: "

@@ -18,7 +18,9 @@ a part e makes steps at most e / (1 - e) longer than they are at the best share.
 """
 
 _SPIKES = 0.2
-"""Part of a window's samples that may be anything, all of them on one side."""
+"""Part of the samples that may be anything, all of them on one side."""
+_ENOUGH = 400
+"""Samples with which chance leaves no more in doubt than spikes do: older ones add nothing."""
 
 
 class CostTracker:
@@ -27,9 +29,10 @@ class CostTracker:
     The estimate is the median of the costs that a window's samples imply. The model moves to it if
     it lies outside of the dead band, and if the cost in use cannot be the samples' true median
     though a fifth of them be spikes: noise moves nothing back and forth. One whole window decides,
-    so a step change is followed by the end of the second window that it touches. Windows of at most
-    25 samples say nothing. (arXiv:2609.14507 takes a sliding mean of the CPU's times, which one
-    long stall would move.)
+    so a step change is followed by the end of the second window that it touches. Where a window's
+    samples scatter too much to tell, or are too few, those before are judged with them, twice as
+    many at a time. (arXiv:2609.14507 takes a sliding mean of the CPU's times, which one long stall
+    would move.)
 
     Args:
         model: the costs to start from, and the overheads.
@@ -37,8 +40,7 @@ class CostTracker:
 
     def __init__(self, model: CostModel) -> None:
         self._model = model
-        self._cpu_costs: list[float] = []
-        self._h2d_costs: list[float] = []
+        self._cpu_costs, self._h2d_costs = _Costs(), _Costs()
 
     @property
     def model(self) -> CostModel:
@@ -60,7 +62,7 @@ class CostTracker:
         """
         check_share("share", share)
         overhead_s = self._model.cpu_overhead_s
-        _note(self._cpu_costs, seconds, overhead_s, share * num_tokens)
+        self._cpu_costs.note(seconds, overhead_s, share * num_tokens)
 
     def observe_gpu(self, seconds: float, share: float, num_tokens: int) -> None:
         """Note what the accelerator's part of one layer took in one step, as `observe_cpu` does.
@@ -74,7 +76,7 @@ class CostTracker:
         """
         check_share("share", share)
         overhead_s = self._model.gpu_overhead_s
-        _note(self._h2d_costs, seconds, overhead_s, (1.0 - share) * num_tokens)
+        self._h2d_costs.note(seconds, overhead_s, (1.0 - share) * num_tokens)
 
     def end_window(self) -> CostModel:
         """Judge the window that is full now, and begin the next.
@@ -82,34 +84,58 @@ class CostTracker:
         Returns:
             The model from here on; the same object if nothing moved.
         """
-        cpu = _estimate(self._cpu_costs, self._model.cpu_s_per_token)
-        h2d = _estimate(self._h2d_costs, self._model.h2d_s_per_token)
-        self._cpu_costs, self._h2d_costs = [], []
+        cpu = self._cpu_costs.end_window(self._model.cpu_s_per_token)
+        h2d = self._h2d_costs.end_window(self._model.h2d_s_per_token)
         if (cpu, h2d) != (self._model.cpu_s_per_token, self._model.h2d_s_per_token):
             self._model = replace(self._model, cpu_s_per_token=cpu, h2d_s_per_token=h2d)
         return self._model
 
 
-def _note(costs: list[float], seconds: float, overhead_s: float, num_tokens: float) -> None:
-    if seconds > 0 and num_tokens > 0:
-        # Kept where it is negative: without the low side of its noise a median would be too high.
-        cost = (seconds - overhead_s) / num_tokens
-        if math.isfinite(cost):
-            costs.append(cost)
+class _Costs:
+    """Seconds per token of one engine, as samples imply them."""
+
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+        """Since the cost moved last, at most `_ENOUGH` and those of the window under way."""
+        self._num_new = 0
+        """Of the window."""
+
+    def note(self, seconds: float, overhead_s: float, num_tokens: float) -> None:
+        """Add a sample to the window."""
+        if seconds > 0 and num_tokens > 0:
+            # Kept where it is negative: without the low side of its noise a median would be too
+            # high.
+            cost = (seconds - overhead_s) / num_tokens
+            if math.isfinite(cost):
+                self._samples.append(cost)
+                self._num_new += 1
+
+    def end_window(self, current: float) -> float:
+        """The cost to go on with: the median of the fewest latest samples that refute `current`, or
+        that.
+        """
+        count, self._num_new = self._num_new, 0
+        while 0 < count <= len(self._samples):
+            found = _refuting(self._samples[-count:], current)
+            if found is not None:
+                self._samples = []
+                return found
+            count *= 2
+        self._samples = self._samples[-_ENOUGH:]
+        return current
 
 
-def _estimate(costs: list[float], current: float) -> float:
-    """The cost to go on with: the median of a window's, or `current` if they do not refute it."""
+def _refuting(costs: list[float], current: float) -> float | None:
+    """The samples' median, if `current` cannot be the true one, and is not near."""
     num_costs = len(costs)
     # Spikes push the true median by half their number of ranks; sampling by sqrt(n) / 2 for each
     # standard deviation, of which four are allowed for.
     margin = math.ceil(_SPIKES / 2 * num_costs + 2 * math.sqrt(num_costs))
     if num_costs <= 2 * margin:
-        return current  # too few to tell
+        return None  # too few to tell
     costs = sorted(costs)
     first, last = num_costs // 2 - margin, (num_costs - 1) // 2 + margin
     if costs[first] <= current <= costs[last]:
-        return current
+        return None
     found = costs[num_costs // 2]
-    is_move = found > 0 and abs(found - current) > DEAD_BAND * current
-    return found if is_move else current
+    return found if found > 0 and abs(found - current) > DEAD_BAND * current else None
