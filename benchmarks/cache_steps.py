@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ class CacheSteps:
         self._case = case
         spec = CacheConfig(cpu_share=0.5).spec(case.geometry, case.batch_size)
         self.cache = InplaceKVCache(spec, case.device, router)
-        self.cache.balance = balance
+        self.cache.balance = self._balance = balance
         self.cache.reserve(2 * case.context)
         self._query, self._token = case.query(), case.new_token()
         prompt = case.prompt()
@@ -36,25 +38,43 @@ class CacheSteps:
             self.cache.flush(layer_idx)
 
     @classmethod
-    def by_costs(
-        cls, case: Case, cost: CostModel, *, is_elastic: bool = False, is_frozen: bool = False
-    ) -> CacheSteps:
+    def by_costs(cls, case: Case, cost: CostModel, *, is_elastic: bool = False) -> CacheSteps:
         """Placed as the library would with these costs.
 
         Args:
             case: as above.
             cost: of a layer.
             is_elastic: place less, and choose the share of each step.
-            is_frozen: follow no change of the costs.
         """
         balance = Balance(cost, is_elastic=is_elastic)
         balance.begin(case.context)
-        return cls(case, balance.router, None if is_frozen else balance)
+        return cls(case, balance.router, balance)
 
     @classmethod
     def borrowing(cls, case: Case) -> CacheSteps:
         """All pinned, so that any share can be set, and nothing moves from one to the next."""
         return cls(case, ShareRouter(0.0))
+
+    @property
+    def share(self) -> float:
+        """Of the next step."""
+        return self.cache.stats().cpu_share
+
+    @property
+    def cost(self) -> CostModel:
+        """That the balance follows."""
+        assert isinstance(self._balance, Balance)
+        return self._balance.cost
+
+    @contextmanager
+    def at_share(self, share: float) -> Iterator[None]:
+        """The steps in the body have that share, and nobody follows their costs. On the same
+        memory, which is not everywhere as fast.
+        """
+        before = self.cache.step_share
+        self.cache.balance, self.cache.step_share = None, share
+        yield
+        self.cache.balance, self.cache.step_share = self._balance, before
 
     def step(self, num_steps: int = 1) -> Tensor:
         """So many tokens, one after the other; the last one's attention of the last layer."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import TracebackType
+from typing import Any, NamedTuple
 
 from benchmarks.cache_steps import CacheSteps
 from benchmarks.decode_case import Case
@@ -17,6 +18,16 @@ from sparsekv.roofline import CostModel
 
 FROZEN, ELASTIC = "frozen", "elastic"
 _WARM_UP = 3
+
+
+class Turn(NamedTuple):
+    """Of one of the two."""
+
+    ms_per_layer: float
+    share: float
+    """At the end."""
+    cost: CostModel
+    """That is followed by then."""
 
 
 class ModelPair:
@@ -53,20 +64,20 @@ class ModelPair:
 
     @contextmanager
     def decoding(self, case: Case, cost: CostModel) -> Iterator[None]:
-        """Both have the case's caches, placed by these costs, within the body."""
+        """Both have a cache of the case, placed by these costs, within the body."""
         self._ask((case, cost))
         yield
         self._ask(None)
 
-    def decode(self, way: str, seconds: float) -> list[tuple[float, float]]:
-        """Let both decode for so long; milliseconds of a layer of each, and the share at the end.
+    def decode(self, way: str, seconds: float) -> list[Turn]:
+        """Let both decode for so long; what came of it, of each.
 
         Args:
             way: FROZEN or ELASTIC.
         """
         return self._ask((way, seconds))
 
-    def _ask(self, what: object) -> list[tuple[float, float]]:
+    def _ask(self, what: object) -> list[Any]:
         """The answers of both."""
         for user in self._users:
             user.send(what)
@@ -87,19 +98,18 @@ def _use(asking: Connection, num_threads: int | None) -> None:
 
 
 def _decode_case(asking: Connection, case: Case, cost: CostModel) -> None:
-    ways = {
-        FROZEN: CacheSteps.by_costs(case, cost, is_frozen=True),
-        ELASTIC: CacheSteps.by_costs(case, cost, is_elastic=True),
-    }
-    for steps in ways.values():
-        steps.step(_WARM_UP)
+    steps = CacheSteps.by_costs(case, cost, is_elastic=True)
+    share = cost.optimal_share(case.context)
+    steps.step(_WARM_UP)
     asking.send(None)
     while (asked := asking.recv()) is not None:
         way, seconds = asked
-        asking.send(_decode(ways[way], case, seconds))
+        with steps.at_share(share) if way == FROZEN else nullcontext():
+            asking.send(_decode(steps, case, seconds))
 
 
-def _decode(steps: CacheSteps, case: Case, seconds: float) -> tuple[float, float]:
+def _decode(steps: CacheSteps, case: Case, seconds: float) -> Turn:
+    steps.step(_WARM_UP)
     steps.wait()
     start, num_steps = time.perf_counter(), 0
     while (passed := time.perf_counter() - start) < seconds:
@@ -107,4 +117,4 @@ def _decode(steps: CacheSteps, case: Case, seconds: float) -> tuple[float, float
         steps.wait()
         num_steps += 1
     ms_per_layer = 1e3 * passed / max(num_steps, 1) / case.num_layers
-    return ms_per_layer, steps.cache.stats().cpu_share
+    return Turn(ms_per_layer, steps.share, steps.cost)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.plots import GRAY, INK, figure_of, save, tidy
 from benchmarks.results import Result, Row
-from benchmarks.share_tracking import CHOSEN, cases, optimum
+from benchmarks.share_tracking import CHOSEN, cases, optimum, row_of
 from benchmarks.share_under_load import BEFORE, UNDER, rivals
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ def _draw_load(panel: Axes, name: str, elastic: Row, best: Row) -> None:
 
 
 def _draw_panel(panel: Axes, shape: str, sizes: Sequence[Sequence[Row]]) -> None:
-    chosen = [next(row for row in rows if row["way"] == CHOSEN) for rows in sizes]
+    chosen = [row_of(CHOSEN, rows) for rows in sizes]
     tokens = [row["context"] for row in chosen]
     spans = [optimum(rows) for rows in sizes]
-    middles = [(low + high) / 2 for low, high in spans]
-    halves = [(high - low) / 2 for low, high in spans]
+    middles = [(low + high) / 2 for low, high, _ in spans]
+    halves = [(high - low) / 2 for low, high, _ in spans]
     panel.errorbar(
         tokens,
         middles,

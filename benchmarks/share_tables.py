@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from benchmarks.plots import plot_name
 from benchmarks.results import Result, Row
-from benchmarks.share_tracking import CHOSEN, best_share, cases, optimum
+from benchmarks.share_tracking import CHOSEN, SAME, cases, optimum, row_of
 from benchmarks.share_under_load import pairs, rivals
 from benchmarks.tables import checks, markdown, provenance, rate
 
 _CALIBRATED = ["calibrated", "CPU, GB/s", "host to GPU, GB/s", "overheads, us", "p", "residual"]
-_TRACKED = ["", "chosen", "best, from and to", "ms a layer", "best fixed", "ms a layer there"]
+_TRACKED = ["", "chosen", "best, from and to", "ms a layer", "borrowed", "at the best"]
 _UNDER_LOAD = [
     "load",
     "times A / B",
@@ -45,16 +45,15 @@ def share_tracking(results: Sequence[Result]) -> str:
         parts.append(markdown(_CALIBRATED, lines))
         lines = []
         for shape, size, here in cases(result.rows):
-            chosen, best = next(r for r in here if r["way"] == CHOSEN), best_share(here)
-            low, high = optimum(here)
+            low, high, best_ms = optimum(here)
             lines.append(
                 [
                     f"{shape}, {size}",
-                    f"{chosen['share']:.3f}",
+                    f"{row_of(SAME, here)['share']:.3f}",
                     f"{low:.3f} to {high:.3f}",
-                    f"{chosen['ms_per_layer']:.3f}",
-                    f"{best['share']:.2f}",
-                    f"{best['ms_per_layer']:.3f}",
+                    f"{row_of(CHOSEN, here)['ms_per_layer']:.3f}",
+                    f"{row_of(SAME, here)['ms_per_layer']:.3f}",
+                    f"{best_ms:.3f}",
                 ]
             )
         parts += [markdown(_TRACKED, lines), checks(result)]

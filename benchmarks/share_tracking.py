@@ -1,9 +1,9 @@
 """How near the share that is chosen comes to the best one: `python -m benchmarks.share_tracking`.
 
 For each model, 16 sequences of 2K to 32K tokens: steps over a cache whose segments were placed by
-this machine's calibration, in turn with steps at shares all around, over another cache whose CPU
-part is borrowed, so that nothing moves between them. A few layers do: the costs are a layer's.
-(arXiv:2609.14507, Figure 12.)
+this machine's calibration, in turn with steps at that share and at others all around, over one
+other cache whose CPU part is borrowed, so that nothing moves between them and all have the same
+memory. A few layers do: the costs are a layer's. (arXiv:2609.14507, Figure 12.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.results import Check, Row
 from sparsekv.engine.calibrate import calibrate
 from sparsekv.roofline import PRESETS, CostModel
 
-CHOSEN, FIXED = "chosen", "fixed"
+CHOSEN, SAME, FIXED = "chosen", "same share", "fixed"
 BATCH_SIZE = 16
 CONTEXTS = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10)
 LONG_CONTEXT = 8 << 10
@@ -35,6 +35,8 @@ _LAYERS = 6
 _STEP = 0.03
 _SHARES = tuple(round(0.48 + _STEP * i, 2) for i in range(15))
 _QUICK_SHARES = (0.5, 1.0)
+_TURNS = 3
+"""Of the chosen share in a round, for one of another share."""
 _WARM_UP = 2
 """Steps after each change of the share: what they need is prepared in them."""
 _SAMPLE_S = 0.03
@@ -48,30 +50,33 @@ _Line = tuple[float, float]
 
 
 def tracking(case: Case, cost: CostModel, shares: Sequence[float], rounds: int) -> Iterator[Row]:
-    """A row for the chosen share, and one for each of `shares`, all in turn."""
+    """A row for the cache of the chosen share, one for steps of the other at that share, and one
+    for each of `shares`, all in turn.
+    """
     chosen = CacheSteps.by_costs(case, cost)
     fixed = CacheSteps.borrowing(case)
     chosen.step(_WARM_UP)
     num_steps = max(1, round(_SAMPLE_S / seconds_of(chosen.step, case.device)))
-    kept: dict[float | None, list[float]] = {share: [] for share in (None, *shares)}
-    for _ in range(rounds):
-        for share, samples in kept.items():
-            if share is not None:
-                fixed.cache.step_share = share
-            steps = chosen if share is None else fixed
-            steps.step(_WARM_UP)
-            samples.append(steps.sample(num_steps))
     stats = chosen.cache.stats()
+    order: list[tuple[str, float]] = [(FIXED, share) for share in shares]
+    for i in range(_TURNS):
+        order.insert(i * (len(shares) // _TURNS + 1), (SAME, stats.cpu_share))
+    order.append((CHOSEN, stats.cpu_share))
+    kept: dict[tuple[str, float], list[float]] = {turn: [] for turn in order}
+    for _ in range(rounds):
+        for way, share in order:
+            if way != CHOSEN:
+                fixed.cache.step_share = share
+            steps = chosen if way == CHOSEN else fixed
+            steps.step(_WARM_UP)
+            kept[way, share].append(steps.sample(num_steps))
     known = {**case.known, "kind": "tracking", "num_steps": num_steps}
-    for share, samples in kept.items():
-        row = {"ms_per_layer": median(samples), "samples": samples}
-        if share is None:
+    for (way, share), samples in kept.items():
+        row = {"way": way, "share": share, "ms_per_layer": median(samples), "samples": samples}
+        if way == CHOSEN:
             assert stats.balance is not None
-            row |= {"way": CHOSEN, "share": stats.cpu_share}
             row |= {"predicted_share": cost.optimal_share(case.context)}
             row |= {"predicted_ms": 1e3 * stats.balance.predicted_s}
-        else:
-            row |= {"way": FIXED, "share": share}
         yield known | row
 
 
@@ -103,29 +108,24 @@ def calibration_row(case: Case) -> tuple[CostModel, Row]:
     }
 
 
-def best_share(rows: Sequence[Row]) -> Row:
-    """The fixed share with the shortest step."""
-    return min((r for r in rows if r["way"] == FIXED), key=lambda row: row["ms_per_layer"])
-
-
-def optimum(rows: Sequence[Row]) -> tuple[float, float]:
+def optimum(rows: Sequence[Row]) -> tuple[float, float, float]:
     """The measured optimum, from and to: shares at which a step is at most 1 % longer than at the
-    best.
+    best; and the milliseconds of a layer at that one.
 
     A step is as long as the later engine takes: two lines over the share, that of the GPU and that
     of the CPU, fitted to all medians. One median by itself says little where the line is flat: the
     CPU is faster the less the GPU reads, so that beyond the optimum times change less than they
-    scatter.
+    scatter. And the least of many that scatter is less than any of them would be again.
     """
     fixed = sorted((r["share"], r["ms_per_layer"]) for r in rows if r["way"] == FIXED)
     if len(fixed) < 2 * _LEAST_ON_A_LINE:
-        best = min(fixed, key=lambda point: point[1])[0]
-        return best, best
+        best, time = min(fixed, key=lambda point: point[1])
+        return best, best, time
     first, last = _two_lines(fixed)
     grid = [fixed[0][0] + 0.001 * i for i in range(round(1e3 * (fixed[-1][0] - fixed[0][0])) + 1)]
     times = [max(first[0] * x + first[1], last[0] * x + last[1]) for x in grid]
     good = [x for x, time in zip(grid, times, strict=True) if time <= 1.01 * min(times)]
-    return good[0], good[-1]
+    return good[0], good[-1], min(times)
 
 
 def _two_lines(points: Sequence[tuple[float, float]]) -> tuple[_Line, _Line]:
@@ -152,8 +152,13 @@ def _line(points: Sequence[tuple[float, float]]) -> _Line:
     return slope, mean_y - slope * mean_x
 
 
+def row_of(way: str, rows: Sequence[Row]) -> Row:
+    """The row of CHOSEN or SAME."""
+    return next(row for row in rows if row["way"] == way)
+
+
 def cases(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Shape, size, and the rows of both ways."""
+    """Shape, size, and the rows of all ways."""
     tracked = [row for row in rows if row["kind"] == "tracking"]
     for (shape, size), group in groupby(tracked, key=lambda row: (row["shape"], row["size"])):
         yield shape, size, list(group)
@@ -163,15 +168,16 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     """Distance from the measured optimum, and the step beside the best fixed share's; CUDA only."""
     made = []
     for shape, size, here in cases(rows):
-        chosen = next(row for row in here if row["way"] == CHOSEN)
+        chosen = row_of(SAME, here)
         if not chosen["device"].startswith("cuda"):
             continue
+        low, high, best_ms = optimum(here)
         is_long = chosen["context"] >= LONG_CONTEXT
         if is_long:
             made.append(
                 Check(
                     name=f"{shape}, {size}: distance of the chosen share from the measured optimum",
-                    value=_distance(chosen["share"], optimum(here)),
+                    value=max(low - chosen["share"], chosen["share"] - high, 0.0),
                     target=_POINTS,
                     lower_is_better=True,
                 )
@@ -179,17 +185,12 @@ def checks(rows: Sequence[Row]) -> list[Check]:
         made.append(
             Check(
                 name=f"{shape}, {size}: step at the chosen share / at the best fixed one",
-                value=chosen["ms_per_layer"] / best_share(here)["ms_per_layer"],
+                value=chosen["ms_per_layer"] / best_ms,
                 target=_SLOWER if is_long else _SLOWER_SHORT,
                 lower_is_better=True,
             )
         )
     return made
-
-
-def _distance(share: float, optimum: tuple[float, float]) -> float:
-    low, high = optimum
-    return max(low - share, share - high, 0.0)
 
 
 def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
@@ -231,11 +232,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _show(rows: Sequence[Row]) -> None:
     lines = []
     for shape, size, here in cases(rows):
-        chosen, best = next(r for r in here if r["way"] == CHOSEN), best_share(here)
-        times = chosen["ms_per_layer"], best["ms_per_layer"]
-        span = "{:.3f} to {:.3f}".format(*optimum(here))
-        lines.append((shape, size, chosen["share"], span, best["share"], *times))
-    columns = ("shape", "size", "chosen", "optimum", "best fixed", "ms a layer", "at the best")
+        low, high, best_ms = optimum(here)
+        times = (row_of(way, here)["ms_per_layer"] for way in (CHOSEN, SAME))
+        share = row_of(SAME, here)["share"]
+        lines.append((shape, size, share, f"{low:.3f} to {high:.3f}", *times, best_ms))
+    columns = ("shape", "size", "chosen", "optimum", "ms a layer", "borrowed", "at the best")
     print_table("shares of the CPU", columns, lines)
 
 

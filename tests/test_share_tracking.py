@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks import share_tracking
 from benchmarks.results import Row, load_result
 from benchmarks.share_tables import share_tracking as table
-from benchmarks.share_tracking import CHOSEN, FIXED, checks, optimum
+from benchmarks.share_tracking import CHOSEN, FIXED, SAME, checks, optimum
 
 SHARES = [round(0.48 + 0.03 * i, 2) for i in range(15)]
 
@@ -31,7 +31,8 @@ def rows_of(best: float, rising: float, noise: list[float], chosen: float = 0.7)
         return 1 + max(3 * (best - share), rising * (share - best))
 
     return [
-        known | {"way": CHOSEN, "share": chosen, "ms_per_layer": time(chosen)},
+        known | {"way": CHOSEN, "share": chosen, "ms_per_layer": 2 * time(chosen)},
+        known | {"way": SAME, "share": chosen, "ms_per_layer": time(chosen)},
         *(
             known | {"way": FIXED, "share": share, "ms_per_layer": time(share) * (1 + error)}
             for share, error in zip(SHARES, noise, strict=True)
@@ -47,13 +48,15 @@ def rows_of(best: float, rising: float, noise: list[float], chosen: float = 0.7)
 def test_the_optimum_is_found_though_times_scatter(
     best: float, rising: float, noise: list[float]
 ) -> None:
-    low, high = optimum(rows_of(best, rising, noise))
+    low, high, time = optimum(rows_of(best, rising, noise))
+    assert time == pytest.approx(1, abs=0.02)
     assert low - 0.02 <= best <= high + 0.02
     assert high - low < 0.01 / 3 + 0.02 / rising + 0.04
 
 
 def test_every_share_beyond_a_knee_is_best_where_times_are_flat() -> None:
-    low, high = optimum(rows_of(0.7, 0.0, [0.0] * 15))
+    low, high, time = optimum(rows_of(0.7, 0.0, [0.0] * 15))
+    assert time == pytest.approx(1)
     assert low == pytest.approx(0.7 - 0.01 / 3, abs=0.01)
     assert high == pytest.approx(0.9, abs=0.002)
 
@@ -78,7 +81,7 @@ def test_the_script_measures_every_way(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     result = load_result(path)
     tracked = [row for row in result.rows if row["kind"] == "tracking"]
-    assert {row["way"] for row in tracked} == {CHOSEN, FIXED}
+    assert {row["way"] for row in tracked} == {CHOSEN, SAME, FIXED}
     assert all(row["ms_per_layer"] > 0 for row in tracked)
     assert result.rows[0]["kind"] == "calibration"
 

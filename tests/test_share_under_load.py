@@ -69,7 +69,7 @@ def pair_rows(frozen: float, elastic: float) -> list[Row]:
     [
         ([5.0] * UNDER, 0, True, True),
         ([8.0] * 9 + [5.4] * (UNDER - 9), 7, True, True),  # three of five are near from there on
-        ([8.0] * 30 + [5.4] * (UNDER - 30), 28, False, False),
+        ([8.0] * 30 + [5.4] * (UNDER - 30), 28, False, True),
         ([5.6] * UNDER, UNDER, False, False),
         ([8.0] * 9 + [5.4] * 7 + [9.0] * (UNDER - 16), 7, True, False),
     ],
