@@ -9,15 +9,19 @@ import gc
 import importlib
 import math
 import random
+import weakref
 from itertools import pairwise
 
 import pytest
 import torch
 from harness import geometry, interrupt
+from hypothesis import given
+from hypothesis import strategies as st
 from simulated_machine import Machine, install, install_with_attention
 
 from sparsekv.attention import decode
 from sparsekv.errors import CapacityError, LayoutError
+from sparsekv.format import KVGeometry
 from sparsekv.regions import Registrar, memory
 from sparsekv.roofline import PRESETS, CostModel
 
@@ -43,6 +47,7 @@ def _machine():
 
 def _quicken(monkeypatch):
     monkeypatch.setattr(module, "_LAYER_BYTES", (1, 1, 1))
+    monkeypatch.setattr(module, "_LEAST_BYTES", 1)
     monkeypatch.setattr(module, "num_attending_threads", lambda: 2)
     monkeypatch.setattr(module, "measure_machine", lambda geometry, **how: PRESETS["h200"])
 
@@ -173,6 +178,43 @@ def test_less_memory_is_measured_with_shorter_contexts(machine, monkeypatch):
     room = module._MARGIN_BYTES + 4 * 4 * 256 * GEOMETRY.bytes_per_token_per_layer
     monkeypatch.setattr(module, "available_bytes", lambda: room)
     assert max(point.num_tokens for point in calibrate().points) == 16 * 256
+
+
+@given(
+    st.sampled_from([(4, 128), (8, 128), (1, 576), (1, 8)]),
+    st.integers(1, 64),
+    st.integers(0, 1 << 37),
+)
+def test_sizes_leave_the_processors_caches_and_fit_in_memory(heads, batch_size, available):
+    num_kv_heads, head_dim = heads
+    shape = KVGeometry(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    per_token = batch_size * shape.bytes_per_token_per_layer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "available_bytes", lambda: available)
+        sizes = list(module._sizes(shape, batch_size))
+    room = available - module._MARGIN_BYTES
+    assert all(after >= 2 * before for (before, _), (after, _) in pairwise(sizes))
+    for index, (num_tokens, num_layers) in enumerate(sizes):
+        num_bytes = num_tokens * num_layers * per_token
+        assert num_layers >= 4
+        if num_tokens > 1024 << index:  # not the least that must be
+            assert num_bytes <= room
+        if room > 8 << 30:
+            assert num_bytes >= module._LEAST_BYTES
+
+
+def test_one_cache_at_a_time_is_held(machine, monkeypatch):
+    alive, caches = [], module.InplaceKVCache
+
+    def noted(*arguments, **options):
+        assert all(cache() is None for cache in alive)
+        cache = caches(*arguments, **options)
+        alive.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(module, "InplaceKVCache", noted)
+    calibrate()
+    assert len(alive) == 3
 
 
 @pytest.mark.parametrize("at_line", [300, 3000, 9000, 20000])

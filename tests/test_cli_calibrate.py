@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,16 +28,18 @@ BYTES_PER_TOKEN = 16 * 2 * 4 * 128 * 2
 ARGUMENTS = ["calibrate", "--model", MODEL, "--batch", "16"]
 
 
+SIZES = ((4096, 4), (16384, 4), (65536, 4))
+"""Tokens and layers."""
+
+
 class _ToldSteps:
     """Steps that take what `COST` says, on a GPU that is not there."""
 
-    lengths = (4096, 16384, 65536)
     least_share = 0.01
     num_made = 0
 
     def __init__(self, *_: object) -> None:
         type(self).num_made += 1
-        self.cache = SimpleNamespace(device=torch.device("cuda"))
         self._num_tokens = 0
 
     def grow(self, num_tokens: int) -> None:
@@ -79,6 +80,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> type[_ToldSteps]:
     for module in ("calibrate", "costs"):
         monkeypatch.setattr(f"sparsekv.engine.{module}.num_attending_threads", lambda: 15)
     monkeypatch.setattr("sparsekv.engine.calibrate._Steps", Steps)
+    monkeypatch.setattr("sparsekv.engine.calibrate._sizes", lambda *_: SIZES)
     monkeypatch.setattr(
         "sparsekv.engine.calibrate.measure_machine", lambda *_, **__: PRESETS["h200"]
     )
@@ -185,14 +187,14 @@ class TestResult:
             for batch_size in (16, 17)
         }
         assert found[16] == CostModel(**result["cost"])
-        assert gpu.num_made == 2  # the other batch was measured, and only that
+        assert gpu.num_made == 2 * len(SIZES)  # the other batch was measured, and only that
         assert len(saved_files()) == 2
 
     def test_again_means_measured_again(
         self, gpu: type[_ToldSteps], capsys: pytest.CaptureFixture[str]
     ) -> None:
         files = [run_json(capsys, *ARGUMENTS)["file"] for _ in range(2)]
-        assert gpu.num_made == 2
+        assert gpu.num_made == 2 * len(SIZES)
         assert saved_files() == [Path(files[0])] == [Path(files[1])]
 
     def test_a_folder_gives_heads_and_dtype(

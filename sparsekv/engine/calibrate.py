@@ -5,6 +5,7 @@ work, over keys and values in the regions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median, median_low
 
 import torch
@@ -17,15 +18,17 @@ from sparsekv.engine.config import CacheConfig
 from sparsekv.engine.profile_key import profile_key
 from sparsekv.engine.step import attend
 from sparsekv.errors import LayoutError
-from sparsekv.format import KVGeometry, PartitionSpec
+from sparsekv.format import KVGeometry
 from sparsekv.kernels.dispatch import num_attending_threads
 from sparsekv.regions.memory import available_bytes
 from sparsekv.roofline import Calibration, CalibrationPoint, ShareRouter, fit
 
-_LAYERS = 4
-"""Enough that a layer does not find its keys in the processor's caches again."""
 _LAYER_BYTES = (48 << 20, 160 << 20, 512 << 20)
 """Keys and values of a layer at the lengths that are measured."""
+_LEAST_LAYERS, _LEAST_BYTES = 4, 3 << 29
+"""As many layers as hold so much: no layer may find its keys in the processor's caches again, which
+have up to half a gigabyte.
+"""
 _MOST_TOKENS = 1 << 18
 _PIECE_TOKENS = 4096
 """Appended at a time: the accelerator has to hold them."""
@@ -63,23 +66,25 @@ def calibrate(
             f"num_heads={num_heads}: must be a multiple of num_kv_heads={geometry.num_kv_heads}; "
             "take both from the model's config"
         )
-    steps = _Steps(geometry, num_heads, batch_size, device)
+    device = torch.device(device)
     points: list[CalibrationPoint] = []
     best = _FIRST_SHARE
-    for num_tokens in steps.lengths:
+    for num_tokens, num_layers in _sizes(geometry, batch_size):
+        steps = _Steps(replace(geometry, num_layers=num_layers), num_heads, batch_size, device)
         steps.grow(num_tokens)
         least = steps.least_share
         best = min(max(_balanced(steps.measure(best)), least), 1 - least)
         points += [steps.measure(share) for share in (best - _ASIDE, best + _ASIDE)]
+        del steps  # the next ones need the memory
     cost, residual = fit(points)
     machine = measure_machine(
-        geometry, num_heads=num_heads, batch_size=batch_size, device=steps.cache.device, cost=cost
+        geometry, num_heads=num_heads, batch_size=batch_size, device=device, cost=cost
     )
     key = profile_key(
         geometry,
         num_heads,
         batch_size=batch_size,
-        device=steps.cache.device,
+        device=device,
         num_threads=num_attending_threads(),
     )
     return Calibration(key=key, machine=machine, cost=cost, residual=residual, points=tuple(points))
@@ -91,15 +96,10 @@ class _Steps:
     """
 
     def __init__(
-        self, geometry: KVGeometry, num_heads: int, batch_size: int, device: str | torch.device
+        self, geometry: KVGeometry, num_heads: int, batch_size: int, device: torch.device
     ) -> None:
-        geometry = _with_layers(geometry)
         self._spec = CacheConfig().spec(geometry, batch_size)
         self.cache = InplaceKVCache(self._spec, device, ShareRouter(0.0), step_share=_FIRST_SHARE)
-        per_token = batch_size * geometry.bytes_per_token_per_layer
-        room = max(available_bytes() - _MARGIN_BYTES, 0) // (_LAYERS * per_token)
-        self.lengths = tuple(_lengths(self._spec, per_token, room))
-        self.cache.reserve(self.lengths[-1] + self._spec.window_size)
         # Of its own: a caller's samples do not change because a machine was measured.
         self._generator = torch.Generator(self.cache.device).manual_seed(0)
         self._query = self._random(num_heads, 1, geometry.head_dim)
@@ -107,10 +107,15 @@ class _Steps:
         self._scale = geometry.head_dim**-0.5
 
     def grow(self, num_tokens: int) -> None:
-        """Let every layer hold so many tokens."""
+        """Let every layer hold so many tokens.
+
+        Raises:
+            CapacityError: see `InplaceKVCache.reserve`.
+        """
+        self.cache.reserve(num_tokens + self._spec.window_size)
         while (missing := num_tokens - self.cache.num_tokens) > 0:
             piece = self._keys(min(missing, _PIECE_TOKENS))
-            for layer_idx in range(_LAYERS):
+            for layer_idx in range(self._spec.geometry.num_layers):
                 self.cache.append(layer_idx, *piece)
                 self.cache.flush(layer_idx)
 
@@ -142,7 +147,7 @@ class _Steps:
         )
 
     def _step(self) -> None:
-        for layer_idx in range(_LAYERS):
+        for layer_idx in range(self._spec.geometry.num_layers):
             self.cache.append(layer_idx, *self._token)
             attend(self.cache, layer_idx, self._query, self._scale)
         self.cache.accelerator.current_stream().synchronize()
@@ -159,29 +164,21 @@ class _Steps:
         return torch.randn(size, generator=self._generator, device=self.cache.device, dtype=dtype)
 
 
-def _with_layers(geometry: KVGeometry) -> KVGeometry:
-    return KVGeometry(
-        num_layers=_LAYERS,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        head_dim_v=geometry.head_dim_v,
-        dtype=geometry.dtype,
-        shared_kv=geometry.shared_kv,
-    )
+def _sizes(geometry: KVGeometry, batch_size: int) -> Iterator[tuple[int, int]]:
+    """Lengths to measure at, in whole windows, each at least twice the one before, and the number
+    of layers to do it with.
 
-
-def _lengths(spec: PartitionSpec, per_token: int, room: int) -> Iterator[int]:
-    """Lengths to measure at, in whole windows, each at least twice the one before.
-
-    Raises:
-        CapacityError: see `InplaceKVCache.reserve`; here the shortest two are given at least.
+    Short of memory, lengths and layers are less; the shortest two lengths are given at least.
     """
-    longest = 0
+    window = CacheConfig().spec(geometry, batch_size).window_size
+    per_token = batch_size * geometry.bytes_per_token_per_layer
+    room = max(available_bytes() - _MARGIN_BYTES, 0) // per_token
+    num_tokens = 0
     for layer_bytes in _LAYER_BYTES:
-        tokens = min(layer_bytes // per_token, _MOST_TOKENS, room)
-        tokens = max(tokens // spec.window_size, 4, 2 * longest // spec.window_size)
-        longest = tokens * spec.window_size
-        yield longest
+        most = min(layer_bytes // per_token, _MOST_TOKENS, room // _LEAST_LAYERS)
+        num_tokens = max(most // window, 4, 2 * num_tokens // window) * window
+        num_layers = min(-(-_LEAST_BYTES // (num_tokens * per_token)), room // num_tokens)
+        yield num_tokens, max(num_layers, _LEAST_LAYERS)
 
 
 def _balanced(point: CalibrationPoint) -> float:
