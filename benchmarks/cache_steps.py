@@ -68,11 +68,12 @@ class CacheSteps:
 
     @contextmanager
     def at_share(self, share: float) -> Iterator[None]:
-        """The steps in the body have that share, and nobody follows their costs. On the same
-        memory, which is not everywhere as fast.
+        """The steps in the body have that share, or what is placed if that is more, and nobody
+        follows their costs. On the same memory, which is not everywhere as fast.
         """
         before = self.cache.step_share
-        self.cache.balance, self.cache.step_share = None, share
+        self.cache.balance = None
+        self.cache.step_share = max(share, self.cache.router.marginal_share)
         yield
         self.cache.balance, self.cache.step_share = self._balance, before
 

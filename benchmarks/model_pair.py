@@ -16,7 +16,6 @@ from benchmarks.decode_case import Case
 from benchmarks.decode_rounds import attending_threads
 from sparsekv.roofline import CostModel
 
-FROZEN, ELASTIC = "frozen", "elastic"
 _WARM_UP = 3
 
 
@@ -69,13 +68,13 @@ class ModelPair:
         yield
         self._ask(None)
 
-    def decode(self, way: str, seconds: float) -> list[Turn]:
+    def decode(self, share: float | None, seconds: float) -> list[Turn]:
         """Let both decode for so long; what came of it, of each.
 
         Args:
-            way: FROZEN or ELASTIC.
+            share: of the CPU; None: an elastic one.
         """
-        return self._ask((way, seconds))
+        return self._ask((share, seconds))
 
     def _ask(self, what: object) -> list[Any]:
         """The answers of both."""
@@ -99,12 +98,11 @@ def _use(asking: Connection, num_threads: int | None) -> None:
 
 def _decode_case(asking: Connection, case: Case, cost: CostModel) -> None:
     steps = CacheSteps.by_costs(case, cost, is_elastic=True)
-    share = cost.optimal_share(case.context)
     steps.step(_WARM_UP)
     asking.send(None)
     while (asked := asking.recv()) is not None:
-        way, seconds = asked
-        with steps.at_share(share) if way == FROZEN else nullcontext():
+        share, seconds = asked
+        with nullcontext() if share is None else steps.at_share(share):
             asking.send(_decode(steps, case, seconds))
 
 

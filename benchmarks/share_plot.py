@@ -35,8 +35,10 @@ def draw_loads(result: Result, folder: Path) -> Path:
     """Draw each step's time and share before, under and after each load; the picture's path."""
     loads = list(rivals(result.rows))
     figure, panels = figure_of(len(loads), width=3.6)
+    top = 1.5 * max(best["ms_per_layer"] for _, _, best in loads)
     for (name, elastic, best), panel in zip(loads, panels, strict=True):
-        _draw_load(panel, name, elastic, best)
+        _draw_load(panel, name, elastic, best, top)
+    panels[0].set_ylim(0, top)
     panels[0].set_ylabel("ms a layer")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.suptitle(f"Elastic shares under a load, {result.machine['name']}", color=INK)
@@ -44,11 +46,15 @@ def draw_loads(result: Result, folder: Path) -> Path:
     return save(figure, result, folder)
 
 
-def _draw_load(panel: Axes, name: str, elastic: Row, best: Row) -> None:
+def _draw_load(panel: Axes, name: str, elastic: Row, best: Row, top: float) -> None:
+    """A panel; steps that take longer than `top` stand at its edge."""
     steps = elastic["steps"]
     numbers = range(-BEFORE, len(steps) - BEFORE)
     panel.axvspan(-0.5, UNDER - 0.5, color=GRAY, alpha=0.15, lw=0, label="under the load")
-    panel.plot(numbers, [s["ms_per_layer"] for s in steps], ".", color=_RED, label="elastic")
+    times = [step["ms_per_layer"] for step in steps]
+    panel.plot(numbers, times, ".", color=_RED, label="elastic")
+    late = [number for number, time in zip(numbers, times, strict=True) if time > top]
+    panel.plot(late, [0.97 * top] * len(late), "^", color=_RED)
     panel.plot(
         (-0.5, UNDER - 0.5),
         [best["ms_per_layer"]] * 2,
@@ -66,7 +72,6 @@ def _draw_load(panel: Axes, name: str, elastic: Row, best: Row) -> None:
                 ha="center",
                 color=INK,
             )
-    panel.set_ylim(bottom=0)
     panel.set_title(name, color=INK)
     panel.set_xlabel("steps since the load began; below: the share")
     tidy(panel)

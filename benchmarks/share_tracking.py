@@ -31,7 +31,8 @@ CONTEXTS = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10)
 LONG_CONTEXT = 8 << 10
 """From here on the targets are the tighter ones."""
 _QUICK_CONTEXTS = (768, 1024)
-_LAYERS = 6
+_LEAST_LAYERS, _LEAST_BYTES, _QUICK_LAYERS = 6, 2 << 30, 6
+"""As many layers as hold so much: none may find its keys in the processor's caches again."""
 _STEP = 0.03
 _SHARES = tuple(round(0.48 + _STEP * i, 2) for i in range(15))
 _QUICK_SHARES = (0.5, 1.0)
@@ -201,12 +202,15 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
     shares = _QUICK_SHARES if arguments.quick else _SHARES
     with attending_threads(arguments.threads) as num_threads:
         for name in arguments.shapes:
-            case = Case.of_model(name, BATCH_SIZE, contexts[-1], device).with_layers(_LAYERS)
+            case = Case.of_model(name, BATCH_SIZE, contexts[-1], device)
             cost, row = calibration_row(case)
             rows.append({**row, "num_threads": num_threads})
             report(f"{name}: {cost}, residual {row['residual']}")
             for context in contexts:
-                case = Case.of_model(name, BATCH_SIZE, context, device).with_layers(_LAYERS)
+                case = Case.of_model(name, BATCH_SIZE, context, device)
+                wanted = -(-_LEAST_BYTES * case.num_layers // case.kv_bytes)
+                num_layers = _QUICK_LAYERS if arguments.quick else max(wanted, _LEAST_LAYERS)
+                case = case.with_layers(num_layers)
                 known = {**case.known, "kind": "tracking"}
                 tracked = partial(tracking, case, cost, shares, arguments.rounds)
                 for row in unless_memory_is_short(known, tracked):

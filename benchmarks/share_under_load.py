@@ -27,12 +27,13 @@ from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_rounds import attending_threads
 from benchmarks.decode_sweep import unless_memory_is_short
 from benchmarks.memory_ceilings import ReadLoad, filled_buffer
-from benchmarks.model_pair import ELASTIC, FROZEN, ModelPair
+from benchmarks.model_pair import ModelPair, Turn
 from benchmarks.results import Check, Row
 from benchmarks.share_tracking import BATCH_SIZE, FIXED, calibration_row
 from sparsekv.roofline import CostModel
 
 RIVAL, PAIR = "rival", "two models"
+ELASTIC, FROZEN = "elastic", "frozen"
 MEMORY, BUS = "memory", "bus"
 CONTEXT = 16 << 10
 PAIR_SIZES = ((4, 8 << 10), (4, 16 << 10), (16, 8 << 10), (16, 16 << 10))
@@ -52,7 +53,9 @@ _READERS_PER_THREAD = 3
 go first.
 """
 _WARM_UP, _SAMPLES = 2, 3
-_SECONDS, _QUICK_SECONDS = 1.5, 0.1
+_PAIR_STEPS = (-0.12, -0.06, 0.06, 0.12)
+"""From the share that one alone would have to those that two could have."""
+_SECONDS, _QUICK_SECONDS = 1.0, 0.1
 """Of two models' turn."""
 _NEAR, _STEPS = 1.1, 15
 """A step is near the best one, and after at most so many it must be."""
@@ -70,7 +73,6 @@ def under_load(
     """For each load a row of the elastic share, with every step, and one for each fixed share."""
     elastic = CacheSteps.by_costs(case, cost, is_elastic=True)
     elastic.step(_SETTLING)
-    shares = [share for share in shares if share >= elastic.cache.router.marginal_share]
     for name, load in loads.items():
         known = {**case.known, "part": RIVAL, "kind": "steps", "load": name}
         steps = [_step(elastic) for _ in range(BEFORE)]
@@ -109,7 +111,9 @@ def _in_turn(
     """Milliseconds of a layer by share, None for the elastic one; each step by itself, for that is
     how those of the elastic share are timed.
     """
-    kept: dict[float | None, list[float]] = {share: [] for share in (None, *shares)}
+    least = elastic.cache.router.marginal_share
+    kept: dict[float | None, list[float]] = {None: []}
+    kept |= {share: [] for share in shares if share >= least}
     for _ in range(rounds):
         for share, samples in kept.items():
             with nullcontext() if share is None else elastic.at_share(share):
@@ -121,23 +125,25 @@ def _in_turn(
 def pair_rows(
     case: Case, cost: CostModel, pair: ModelPair, rounds: int, seconds: float
 ) -> Iterator[Row]:
-    """A row for each way, of the mean of both models."""
+    """A row for each way, of the mean of both models: shares frozen, elastic, and fixed beside."""
+    frozen = cost.optimal_share(case.context)
+    ways = [(FROZEN, frozen), (ELASTIC, None)]
+    ways += [(FIXED, frozen + step) for step in _PAIR_STEPS if frozen + step <= 1]
+    turns: list[list[list[Turn]]] = [[] for _ in ways]
     with pair.decoding(case, cost):
-        kept: dict[str, list[list[float]]] = {FROZEN: [], ELASTIC: []}
-        last = {}
-        for i in range(1 + rounds):
-            for way, samples in kept.items():
-                last[way] = pair.decode(way, seconds)
-                if i:  # in the first one the costs become what they are with two
-                    samples.append([turn.ms_per_layer for turn in last[way]])
-    for way, samples in kept.items():
+        for _ in range(1 + rounds):
+            for (_, share), kept in zip(ways, turns, strict=True):
+                kept.append(pair.decode(share, seconds))
+    for (way, _), kept in zip(ways, turns, strict=True):
+        # In the first turn the costs become what they are with two.
+        samples = [[turn.ms_per_layer for turn in both] for both in kept[1:]]
         yield {
             **case.known,
             "part": PAIR,
             "kind": "steps",
             "way": way,
-            "shares": [turn.share for turn in last[way]],
-            "factors": [_factors(turn.cost, cost) for turn in last[way]],
+            "shares": [turn.share for turn in kept[-1]],
+            "factors": [_factors(turn.cost, cost) for turn in kept[-1]],
             "ms_per_layer": median(sum(both) / 2 for both in samples),
             "samples": samples,
         }
@@ -156,11 +162,16 @@ def rivals(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
         yield f"{shape}, {size}, {load}", elastic, best
 
 
-def pairs(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
-    """What two models decode, and the rows of frozen and of elastic shares."""
-    both = _steps_of(PAIR, rows)
-    for frozen, elastic in zip(both[::2], both[1::2], strict=True):
-        yield f"{frozen['shape']}, {frozen['size']}", frozen, elastic
+def pairs(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row, Row]]:
+    """What two models decode; the rows of frozen and of elastic shares, and that of the best of all
+    that stay.
+    """
+    for (shape, size), group in groupby(
+        _steps_of(PAIR, rows), key=lambda row: (row["shape"], row["size"])
+    ):
+        frozen, elastic, *fixed = group
+        best = min((frozen, *fixed), key=lambda row: row["ms_per_layer"])
+        yield f"{shape}, {size}", frozen, elastic, best
 
 
 def _steps_of(part: str, rows: Sequence[Row]) -> list[Row]:
@@ -196,7 +207,7 @@ def checks(rows: Sequence[Row]) -> list[Check]:
                 lower_is_better=True,
             ),
         ]
-    for name, frozen, elastic in pairs(rows):
+    for name, frozen, elastic, _ in pairs(rows):
         if frozen["device"].startswith("cuda"):
             made.append(
                 Check(
@@ -295,7 +306,7 @@ def _show(rows: Sequence[Row]) -> None:
     )
     print_table(
         "two models at once",
-        ("two models", "frozen", "and", "ms a layer", "elastic", "and", "ms a layer"),
+        ("two models", *("frozen", "and", "ms", "elastic", "and", "ms", "best", "and", "ms")),
         [
             (name, *(cell for row in ways for cell in (*row["shares"], row["ms_per_layer"])))
             for name, *ways in pairs(rows)
