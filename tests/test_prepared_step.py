@@ -11,11 +11,12 @@ from simulated_streams import ACCELERATORS
 from test_step import TOLERANCE, assert_attends, assert_redone_after_ctrl_c, whole
 
 from sparsekv.attention import decode
+from sparsekv.device import SimulatedStream
 from sparsekv.engine import attend
 from sparsekv.errors import CacheStateError
 from sparsekv.kernels import dispatch
 from sparsekv.kernels.dispatch import PreparedAttentionJob
-from sparsekv.regions import PingPong, window
+from sparsekv.regions import PingPong, ping_pong, window
 from sparsekv.transfer import in_place
 
 gpu = [
@@ -196,6 +197,35 @@ def test_the_first_chunks_of_every_layer_are_there_before_its_query(make, ping_p
         num_chunks = min(2, -(-num_tokens // ping_pong_tokens))
         assert [chunk.index for chunk in taken] == 2 * list(range(num_chunks))
         assert all(chunk.owner is pinned[i // num_chunks] for i, chunk in enumerate(taken))
+
+
+def test_both_chunks_wait_once_and_lie_where_they_lay(monkeypatch):
+    """In steps between which nothing is evicted."""
+    twin = Twin(build(spec(window_size=16, ping_pong_tokens=16), share=0))
+    twin.append(98)
+    steps(twin, 4)
+    waits, wait = [], SimulatedStream.wait
+    monkeypatch.setattr(ping_pong, "split_elements", None)
+    monkeypatch.setattr(SimulatedStream, "wait", lambda *args: waits.append(args) or wait(*args))
+    steps(twin, 6)
+    copying = [stream for stream, _ in waits if stream is twin.cache.ping_pong._stream]
+    assert len(copying) == 6 * twin.cache.spec.geometry.num_layers
+
+
+def test_a_chunk_goes_to_buffers_that_have_grown():
+    twin = Twin(build(share=0))
+    twin.append(30)
+    buffers, pinned = twin.cache.ping_pong, twin.cache.views(0).pinned
+    chunk = next(buffers.chunks(pinned))
+    buffers.load(chunk)
+    buffers.take(chunk)
+    old, buffers._buffers = buffers._buffers, None  # as for more rows
+    buffers.load(chunk)
+    view = buffers.take(chunk)
+    assert view.key.data_ptr() in {buffer.data_ptr() for buffer in buffers._buffers}
+    assert view.key.data_ptr() not in {buffer.data_ptr() for buffer in old}
+    buffers.synchronize()
+    assert torch.equal(view.key, chunk.view.key)
 
 
 def test_nothing_is_read_ahead_of_rows_that_moved(taken):

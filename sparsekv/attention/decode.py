@@ -271,8 +271,7 @@ class DecodeAttention:
         """
         layer = self._layers.get(layer_idx)
         if self.reads_ahead and layer is not None and layer.pinned is pinned:
-            for chunk in layer.ahead:
-                self._ping_pong.load(chunk)
+            self._ping_pong.load(*layer.ahead)
 
     def _prepare_pinned(self, ops: DecodeOps, layer: _Layer, query: Tensor, pinned: Views) -> None:
         layer.ahead = ()

@@ -6,13 +6,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from sparsekv.device import Accelerator, Event
 from sparsekv.format import KVView, PartitionSpec
 from sparsekv.regions.stack import split_elements
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A chunk in one of the buffers: what is copied to where, and the view of it there."""
+
+    buffer: Tensor
+    view: KVView
+    target: Tensor
+    host: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,8 @@ class Chunk:
     view: KVView
     after: Event | None
     """When its bytes are in host memory; None: they are."""
+    places: dict[int, _Place] = field(default_factory=dict, compare=False)
+    """Where it has been, by buffer."""
 
     def is_same(self, other: Chunk) -> bool:
         """Whether both name the same bytes."""
@@ -91,44 +103,57 @@ class PingPong:
         self._accelerator.current_stream().wait(loaded.ready)
         return loaded.view
 
-    def load(self, chunk: Chunk) -> None:
-        """Begin to copy a chunk into a buffer, once the caller's work so far is done with it.
+    def load(self, *chunks: Chunk) -> None:
+        """Begin to copy chunks into buffers, once the caller's work so far is done with these.
 
-        Chunks are taken in the order in which they are loaded. Nothing to do where it is loaded
-        already.
+        Chunks are taken in the order in which they are loaded. Nothing is done for those that are
+        loaded already.
 
         Args:
-            chunk: at most `segments_per_chunk` slots.
+            chunks: at most two, of at most `segments_per_chunk` slots each.
         """
-        if self.holds(chunk):
-            return
+        has_waited = False
+        for chunk in chunks:
+            if self.holds(chunk):
+                continue
+            if not has_waited:
+                self._stream.wait(self._accelerator.current_stream().record())
+                has_waited = True
+            self._load(chunk)
+
+    def _load(self, chunk: Chunk) -> None:
         if len(self._ahead) == 2:
             self._ahead.popleft()
         in_use = {loaded.buffer_idx for loaded in self._ahead}
         buffer_idx = 1 if 0 in in_use else 0
-        view, target, host = self._place(chunk.view, buffer_idx)
-        self._stream.wait(self._accelerator.current_stream().record())
+        place = self._place(chunk, buffer_idx)
         if chunk.after is not None:
             self._stream.wait(chunk.after)
-        self._stream.copy_from_host(target, host)
-        self._ahead.append(_Loaded(chunk, view, buffer_idx, self._stream.record()))
+        self._stream.copy_from_host(place.target, place.host)
+        self._ahead.append(_Loaded(chunk, place.view, buffer_idx, self._stream.record()))
 
     def synchronize(self) -> None:
         """Return when nothing is being loaded."""
         self._stream.synchronize()
 
-    def _place(self, view: KVView, buffer_idx: int) -> tuple[KVView, Tensor, Tensor]:
-        """The view as it will be on the accelerator, and what is copied to where."""
+    def _place(self, chunk: Chunk, buffer_idx: int) -> _Place:
+        """Made once, since steps load the same chunks."""
+        view, known = chunk.view, chunk.places.get(buffer_idx)
+        buffer = self._buffer(buffer_idx, view.key.shape[1])
+        if known is not None and known.buffer is buffer:
+            return known
         geometry, segment_size = self._spec.geometry, self._spec.segment_tokens
         num_segments, rows, heads = view.key.shape[:3]
         # A slot starts with its first key, so the keys' view gives the whole slot: one contiguous
         # copy each.
         per_slot = rows * heads * segment_size * geometry.elements_per_token
         host = view.key.as_strided((num_segments, per_slot), (view.key.stride(0), 1))
-        target = self._buffer(buffer_idx, rows)[: num_segments * per_slot].view(-1, per_slot)
+        target = buffer[: num_segments * per_slot].view(-1, per_slot)
         elements = target.unflatten(1, (rows, heads, segment_size * geometry.elements_per_token))
         key, value = split_elements(elements, geometry, segment_size)
-        return KVView(key, value, view.positions, view.row_table), target, host
+        there = KVView(key, value, view.positions, view.row_table)
+        chunk.places[buffer_idx] = place = _Place(buffer, there, target, host)
+        return place
 
     def _buffer(self, index: int, rows: int) -> Tensor:
         geometry, spec = self._spec.geometry, self._spec
