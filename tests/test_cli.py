@@ -438,12 +438,12 @@ class TestShareOfARun:
     def test_elastic_borrows_and_says_so(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        elastic = ["--cpu-share", "0.6", "--elastic"]
+        elastic = ["--cpu-share", "0.75", "--elastic"]
         arguments = [*self.ARGUMENTS, *elastic, "--compare"]
         result = run_json(capsys, "generate", str(folder), *arguments)
         share = result["share"]
-        assert share["placed"] == pytest.approx(0.5, abs=0.03)
-        assert share["in_use"] == pytest.approx(0.6, abs=0.03)
+        assert share["placed"] == pytest.approx(0.6, abs=0.03)
+        assert share["in_use"] == pytest.approx(0.75, abs=0.03)
         assert result["identical_tokens"] == 12
         shown = self._shown(folder, capsys, *elastic)
         placed, borrowed = share["placed"], share["in_use"] - share["placed"]
