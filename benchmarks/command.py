@@ -146,12 +146,24 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[obj
     Console(width=120 if is_piped else None).print(table)
 
 
-def finish(
-    topic: str,
-    rows: Sequence[Row],
-    checks: Callable[[Sequence[Row]], Sequence[Check]],
-    arguments: argparse.Namespace,
-) -> None:
+Checks = Callable[[Sequence[Row]], Sequence[Check]]
+
+
+def save(
+    topic: str, rows: Sequence[Row], checks: Checks, arguments: argparse.Namespace
+) -> Path | None:
+    """Write the result file of what is measured by now; its path, None where none is wanted.
+
+    A run of minutes calls it after each part: nothing can be done at the end of one that is killed.
+    """
+    if arguments.quick and arguments.out is None:
+        return None
+    result = make_result(topic, rows, checks, arguments.machine)
+    folder = arguments.out or FOLDER
+    return write_result(result, folder) if arguments.quick else keep_result(result, checks, folder)
+
+
+def finish(topic: str, rows: Sequence[Row], checks: Checks, arguments: argparse.Namespace) -> None:
     """Print what the checks say, and write the result file."""
     result = make_result(topic, rows, checks, arguments.machine)
     if result.checks:
@@ -161,11 +173,10 @@ def finish(
         ]
         print_table("checks", ("what", "value", "target", ""), lines)
     console = Console(stderr=True)
-    if arguments.quick and arguments.out is None:
+    path = save(topic, rows, checks, arguments)
+    if path is None:
         console.print("--quick: nothing written; --out says where to")
         return
-    folder = arguments.out or FOLDER
-    path = write_result(result, folder) if arguments.quick else keep_result(result, checks, folder)
     dirty = ", of a changed or unknown tree: not to be kept" if result.dirty else ""
     console.print(f"written to {path}{dirty}", soft_wrap=True)
 

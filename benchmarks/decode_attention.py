@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.command import Report, finish, parser, print_table, run
+from benchmarks.command import Report, finish, parser, print_table, run, save
 from benchmarks.decode_ablations import ablations
 from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_checks import best, checks
@@ -29,6 +29,7 @@ from benchmarks.decode_sweep import baselines, borrowing, sweep, unless_memory_i
 from benchmarks.results import Row
 from benchmarks.whole_model import model_rows
 
+TOPIC = "decode_attention"
 PARTS = ("sweep", "baselines", "borrowing", "short", "steps", "ablations", "model")
 _SHARES = (0.0, 0.6, 0.65, 0.7, 0.75, 1.0)
 _USUAL_SHARE = 0.7
@@ -118,6 +119,7 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
                     for row in _measure_part(part, case, point, arguments, ceilings, rows):
                         rows.append({**row, "part": part, "num_threads": num_threads})
                         report(_line(rows[-1]))
+                    save(TOPIC, rows, checks, arguments)
                 except Exception:
                     report(traceback.format_exc())
                     failed.append(f"{part} of {point.shape}, {case.size}")
@@ -211,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         # Also after an error, Ctrl-C or SIGTERM: what was measured took minutes.
         _show(rows)
-        finish("decode_attention", rows, checks, arguments)
+        finish(TOPIC, rows, checks, arguments)
 
 
 def _show(rows: Sequence[Row]) -> None:

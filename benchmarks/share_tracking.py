@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from benchmarks.cache_steps import CacheSteps
-from benchmarks.command import Report, finish, parser, print_table, run
+from benchmarks.command import Report, finish, parser, print_table, run, save
 from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_rounds import attending_threads, seconds_of
 from benchmarks.decode_sweep import unless_memory_is_short
@@ -25,6 +25,7 @@ from benchmarks.results import Check, Row
 from sparsekv.engine.calibrate import calibrate
 from sparsekv.roofline import PRESETS, CostModel
 
+TOPIC = "share_tracking"
 CHOSEN, SAME, FIXED = "chosen", "same share", "fixed"
 BATCH_SIZE = 16
 CONTEXTS = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10)
@@ -216,6 +217,7 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
                 for row in unless_memory_is_short(known, tracked):
                     rows.append({**row, "num_threads": num_threads})
                     report(f"{name}, {case.size}: {row.get('way')} {row.get('share')}")
+                save(TOPIC, rows, checks, arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -230,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure(arguments, rows)
     finally:
         _show(rows)
-        finish("share_tracking", rows, checks, arguments)
+        finish(TOPIC, rows, checks, arguments)
 
 
 def _show(rows: Sequence[Row]) -> None:

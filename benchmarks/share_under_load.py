@@ -22,7 +22,7 @@ import torch
 from benchmarks.buffer import Buffer, measuring_bytes
 from benchmarks.bus_ceilings import BusCeiling, BusLoad
 from benchmarks.cache_steps import CacheSteps
-from benchmarks.command import Report, finish, parser, print_table, run
+from benchmarks.command import Report, finish, parser, print_table, run, save
 from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_rounds import attending_threads
 from benchmarks.decode_sweep import unless_memory_is_short
@@ -32,6 +32,7 @@ from benchmarks.results import Check, Row
 from benchmarks.share_tracking import BATCH_SIZE, FIXED, calibration_row
 from sparsekv.roofline import CostModel
 
+TOPIC = "share_under_load"
 RIVAL, PAIR = "rival", "two models"
 ELASTIC, FROZEN = "elastic", "frozen"
 MEMORY, BUS = "memory", "bus"
@@ -150,7 +151,9 @@ def pair_rows(
 
 
 def rivals(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
-    """What and under which load, the elastic share's row and that of the best fixed one."""
+    """What and under which load, the elastic share's row and that of the best fixed one, if there
+    are both.
+    """
     chosen = _steps_of(RIVAL, rows)
     for (shape, size, load), group in groupby(
         chosen, key=lambda row: (row["shape"], row["size"], row["load"])
@@ -158,20 +161,23 @@ def rivals(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
         here = list(group)
         elastic = next(row for row in here if row["way"] == ELASTIC)
         fixed = [row for row in here if row["way"] == FIXED]
-        best = min(fixed, key=lambda row: row["ms_per_layer"])
-        yield f"{shape}, {size}, {load}", elastic, best
+        if fixed:
+            best = min(fixed, key=lambda row: row["ms_per_layer"])
+            yield f"{shape}, {size}, {load}", elastic, best
 
 
 def pairs(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row, Row]]:
-    """What two models decode; the rows of frozen and of elastic shares, and that of the best of all
-    that stay.
+    """What two models decode; the rows of frozen and of elastic shares, of sizes of which there are
+    both, and that of the best of all that stay.
     """
     for (shape, size), group in groupby(
         _steps_of(PAIR, rows), key=lambda row: (row["shape"], row["size"])
     ):
-        frozen, elastic, *fixed = group
-        best = min((frozen, *fixed), key=lambda row: row["ms_per_layer"])
-        yield f"{shape}, {size}", frozen, elastic, best
+        frozen, *others = group
+        if others:
+            elastic, *fixed = others
+            best = min((frozen, *fixed), key=lambda row: row["ms_per_layer"])
+            yield f"{shape}, {size}", frozen, elastic, best
 
 
 def _steps_of(part: str, rows: Sequence[Row]) -> list[Row]:
@@ -230,6 +236,7 @@ def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
             rows.append({**row, "num_threads": num_threads})
             told = {k: v for k, v in row.items() if k not in ("samples", "steps")}
             report(", ".join(str(value) for value in told.values()))
+            save(TOPIC, rows, checks, arguments)
 
         for name in arguments.shapes:
             case = Case.of_model(name, BATCH_SIZE, CONTEXT, device).with_layers(_LAYERS)
@@ -292,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure(arguments, rows)
     finally:
         _show(rows)
-        finish("share_under_load", rows, checks, arguments)
+        finish(TOPIC, rows, checks, arguments)
 
 
 def _show(rows: Sequence[Row]) -> None:

@@ -74,6 +74,21 @@ runpy.run_module("benchmarks.decode_attention", run_name="__main__", alter_sys=T
 """The script with a sweep that sends a signal after its first row; others come while it writes."""
 
 
+KILLED = """
+import runpy, signal
+from benchmarks import decode_sweep
+
+def sweep(case, *arguments):
+    if case.shape.name == "mixtral":
+        signal.raise_signal(signal.SIGKILL)
+    yield {**case.known, "kind": "decode", "way": "sparsekv", "share": 0.5, "ms_per_layer": 1.0}
+
+decode_sweep.sweep = sweep
+runpy.run_module("benchmarks.decode_attention", run_name="__main__", alter_sys=True)
+"""
+"""The script, killed in its second part."""
+
+
 def case_of(name: str, context: int = 1100) -> Case:
     """Two layers and rows: four placed segments and a part of a window."""
     return Case(shape=SHAPES[name], num_layers=2, batch_size=2, context=context, device=CPU)
@@ -408,6 +423,15 @@ def test_a_run_that_is_cut_short_keeps_what_it_measured(
     assert done.returncode == status, done.stderr
     (path,) = tmp_path.iterdir()
     assert [row["share"] for row in load_result(path).rows] == [0.5]
+
+
+def test_a_run_that_is_killed_keeps_the_parts_that_were_done(tmp_path: Path) -> None:
+    options = ["--quick", "--threads", "1", "--parts", "sweep", "--out", str(tmp_path)]
+    command = [sys.executable, "-c", KILLED, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (path,) = tmp_path.iterdir()
+    assert [row["shape"] for row in load_result(path).rows] == ["qwen3"]
 
 
 def test_the_plans_are_the_full_one_in_pieces() -> None:
