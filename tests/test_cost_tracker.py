@@ -240,6 +240,16 @@ def test_too_few_samples_say_nothing(steps):
     assert run_window(tracker, MODEL, steps=30) is MODEL
 
 
+def test_what_was_before_a_move_does_not_undo_it():
+    tracker, machine = CostTracker(MODEL), changed(MODEL, 2, 0.5)
+    for _ in range(10):
+        run_window(tracker, MODEL, steps=40)
+    moved = run_window(tracker, machine, steps=40)
+    assert_knows(moved, machine)
+    for _ in range(10):
+        assert run_window(tracker, machine, steps=40) is moved
+
+
 def test_few_samples_a_window_tell_together():
     tracker, machine = CostTracker(MODEL), changed(MODEL, 2, 0.5)
     assert run_window(tracker, machine, steps=24) is MODEL
