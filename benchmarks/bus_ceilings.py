@@ -20,8 +20,8 @@ _HOST_COPIES = 4  # pieces of host memory that copies take turns with
 _LEAD = 8  # copies issued before time counts: the host must be there when it begins
 _HBM_BYTES = 1 << 30
 _LOAD_COPY_BYTES = 16 << 20
-"""All copies to the GPU wait in one line: with two of a load in it, each as large as a chunk of a
-cache, other streams get half of the bus, and with more they get less.
+"""As a chunk of a cache. Copies of all streams seem to wait in one line: with 512 MiB of a load in
+it a step of others took seconds, so two copies are there at a time.
 """
 
 

@@ -50,9 +50,7 @@ BEFORE, UNDER, AFTER = 8, 40, 24
 _SETTLING = 24
 """Steps before those, in which costs and share become what they are here."""
 _READERS_PER_THREAD = 3
-"""On the same cores: with one, what the CPU reads takes only a fifth longer, for threads that slept
-go first.
-"""
+"""On the same cores: with one, what the CPU reads took only a fifth longer."""
 _WARM_UP, _SAMPLES = 2, 3
 _PAIR_STEPS = (-0.12, -0.06, 0.06, 0.12)
 """From the share that one alone would have to those that two could have."""
