@@ -74,8 +74,10 @@ class CacheSteps:
         before = self.cache.step_share
         self.cache.balance = None
         self.cache.step_share = max(share, self.cache.router.marginal_share)
-        yield
-        self.cache.balance, self.cache.step_share = self._balance, before
+        try:
+            yield
+        finally:
+            self.cache.balance, self.cache.step_share = self._balance, before
 
     def step(self, num_steps: int = 1) -> Tensor:
         """So many tokens, one after the other; the last one's attention of the last layer."""

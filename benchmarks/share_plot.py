@@ -61,17 +61,11 @@ def _draw_load(panel: Axes, name: str, elastic: Row, best: Row, top: float) -> N
         color=_BLUE,
         label="at the best fixed share for the load",
     )
-    for start, stop in ((-BEFORE, 0), (UNDER - BEFORE, UNDER), (UNDER + BEFORE, len(numbers))):
-        shares = [s["share"] for s in steps[BEFORE + start : BEFORE + stop]]
-        if shares:
-            at = (start + min(stop, len(numbers) - BEFORE)) / 2
-            panel.annotate(
-                f"{shares[-1]:.2f}",
-                (at, 0.03),
-                xycoords=("data", "axes fraction"),
-                ha="center",
-                color=INK,
-            )
+    for last in (-1, UNDER - 1, numbers[-1]):
+        share = f"{steps[BEFORE + last]['share']:.2f}"
+        panel.annotate(
+            share, (last, 0.03), xycoords=("data", "axes fraction"), ha="right", color=INK
+        )
     panel.set_title(name, color=INK)
     panel.set_xlabel("steps since the load began; below: the share")
     tidy(panel)

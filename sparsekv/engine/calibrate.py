@@ -170,7 +170,7 @@ def _sizes(geometry: KVGeometry, batch_size: int) -> Iterator[tuple[int, int]]:
 
     Short of memory, lengths and layers are less; the shortest two lengths are given at least.
     """
-    window = CacheConfig().spec(geometry, batch_size).window_size
+    window = CacheConfig().window_size
     per_token = batch_size * geometry.bytes_per_token_per_layer
     room = max(available_bytes() - _MARGIN_BYTES, 0) // per_token
     num_tokens = 0
