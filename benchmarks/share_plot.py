@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BLUE, _RED = "#1f5fa8", "#b3452c"
+_VISIBLE = 0.006
+"""Half the height of a single share."""
 
 
 def draw_shares(result: Result, folder: Path) -> Path:
@@ -76,7 +78,7 @@ def _draw_panel(panel: Axes, shape: str, sizes: Sequence[Sequence[Row]]) -> None
     tokens = [row["context"] for row in chosen]
     spans = [optimum(rows) for rows in sizes]
     middles = [(low + high) / 2 for low, high, _ in spans]
-    halves = [(high - low) / 2 for low, high, _ in spans]
+    halves = [max((high - low) / 2, _VISIBLE) for low, high, _ in spans]
     panel.errorbar(
         tokens,
         middles,

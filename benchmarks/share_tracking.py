@@ -9,13 +9,14 @@ memory. A few layers do: the costs are a layer's. (arXiv:2609.14507, Figure 12.)
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from statistics import median
 
 import torch
 
+from benchmarks.attention_shapes import WINDOW_SIZE
 from benchmarks.cache_steps import CacheSteps
 from benchmarks.command import Report, finish, parser, print_table, run, save
 from benchmarks.decode_case import NUM_LAYERS, Case
@@ -119,7 +120,7 @@ def optimum(rows: Sequence[Row]) -> tuple[float, float, float]:
     CPU is faster the less the GPU reads, so that beyond the optimum times change less than they
     scatter. And the least of many that scatter is less than any of them would be again.
     """
-    fixed = sorted((r["share"], r["ms_per_layer"]) for r in rows if r["way"] == FIXED)
+    fixed = sorted(_medians(row for row in rows if row["way"] == FIXED))
     if len(fixed) < 2 * _LEAST_ON_A_LINE:
         best, time = min(fixed, key=lambda point: point[1])
         return best, best, time
@@ -128,6 +129,18 @@ def optimum(rows: Sequence[Row]) -> tuple[float, float, float]:
     times = [max(first[0] * x + first[1], last[0] * x + last[1]) for x in grid]
     good = [x for x, time in zip(grid, times, strict=True) if time <= 1.01 * min(times)]
     return good[0], good[-1], min(times)
+
+
+def _medians(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
+    """The shares that there are and the median of each: few segments have few shares, and steps at
+    those in between are steps at the nearest one.
+    """
+    samples: dict[float, list[float]] = {}
+    for row in rows:
+        num_segments = row["context"] // WINDOW_SIZE
+        share = round(row["share"] * num_segments) / num_segments
+        samples.setdefault(share, []).extend(row["samples"])
+    return ((share, median(here)) for share, here in samples.items())
 
 
 def _two_lines(points: Sequence[tuple[float, float]]) -> tuple[_Line, _Line]:

@@ -34,7 +34,7 @@ def rows_of(best: float, rising: float, noise: list[float], chosen: float = 0.7)
         known | {"way": CHOSEN, "share": chosen, "ms_per_layer": 2 * time(chosen)},
         known | {"way": SAME, "share": chosen, "ms_per_layer": time(chosen)},
         *(
-            known | {"way": FIXED, "share": share, "ms_per_layer": time(share) * (1 + error)}
+            known | {"way": FIXED, "share": share, "samples": [time(share) * (1 + error)]}
             for share, error in zip(SHARES, noise, strict=True)
         ),
     ]
@@ -61,9 +61,18 @@ def test_every_share_beyond_a_knee_is_best_where_times_are_flat() -> None:
     assert high == pytest.approx(0.9, abs=0.002)
 
 
+def test_shares_between_those_of_whole_segments_are_the_nearest_ones() -> None:
+    times = {0.5: 1.4, 0.625: 1.0, 0.75: 1.1, 0.875: 1.2}  # of 8 segments
+    rows = [
+        {"way": FIXED, "context": 2048, "share": share, "samples": [times[round(share * 8) / 8]]}
+        for share in SHARES
+    ]
+    assert optimum(rows) == (0.625, 0.625, 1.0)
+
+
 @pytest.mark.parametrize(
     ("chosen", "is_near", "is_fast"),
-    [(0.7, True, True), (0.72, True, True), (0.78, False, False), (0.6, False, False)],
+    [(0.7, True, True), (0.715, True, True), (0.78, False, False), (0.6, False, False)],
 )
 def test_a_share_is_judged_by_its_distance_and_its_step(
     chosen: float, is_near: bool, is_fast: bool
