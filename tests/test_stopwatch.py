@@ -10,6 +10,7 @@ from simulated_streams import LateCaller
 from test_step import assert_attends, whole
 
 from sparsekv.attention import decode
+from sparsekv.attention.read_ahead import ReadAhead
 from sparsekv.attention.stopwatch import Stopwatch
 from sparsekv.attention.timings import Recent
 from sparsekv.device import SimulatedAccelerator, SimulatedStream, open_accelerator
@@ -116,7 +117,7 @@ def test_times_are_within_the_time_around():
     start = accelerator.clock()
     steps(twin, 6)
     found = [seconds for _, seconds in taken(twin)[1]]
-    assert len(found) == 10
+    assert 10 <= len(found) <= 11  # and that of a step before, in which one layer was timed
     assert min(found) > 0
     assert sum(found) <= accelerator.clock() - start
 
@@ -146,8 +147,8 @@ def test_nothing_is_timed_where_nothing_is_pinned():
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_nothing_is_timed_before_somebody_asks(timed, when):
-    """A balance does, whenever it comes."""
+def test_one_layer_a_step_is_timed_before_somebody_asks(timed, when):
+    """A balance does, whenever it comes; that one layer's chunks are judged by."""
     with accelerators(Ticking):
         twin = Twin(build(spec(geometry(num_layers=NUM_LAYERS)), 0.5))
     balance = Balance(CostModel(cpu_s_per_token=1, h2d_s_per_token=1), is_elastic=False)
@@ -155,10 +156,9 @@ def test_nothing_is_timed_before_somebody_asks(timed, when):
         twin.cache.balance = balance
     twin.append(30)
     steps(twin, 6)
-    is_timed = when == "before"
-    assert any(layer_idx is not None for layer_idx in timed) == is_timed
-    assert (twin.cache.accelerator.clock() > 0) == is_timed  # that of the events
-    assert (balance.stats(0.5, 30).measured_cpu_s is not None) == is_timed
+    num_steps, is_wanted = timed.count(None), when == "before"
+    assert (len(timed) - num_steps > num_steps) == is_wanted
+    assert (balance.stats(0.5, 30).measured_cpu_s is not None) == is_wanted
     twin.cache.balance = balance
     steps(twin, 6)
     stats = balance.stats(0.5, 30)
@@ -200,7 +200,8 @@ def test_late_work_is_timed_when_it_is_done():
     accelerator, recent = LateCaller(), Recent()
     accelerator.clock = count().__next__
     recent.take()
-    stopwatch, stream = Stopwatch(accelerator, 5, recent), accelerator.current_stream()
+    stopwatch = Stopwatch(accelerator, 5, recent, ReadAhead())
+    stream = accelerator.current_stream()
     for num_tokens in (7, 8):
         assert [stopwatch.is_due(layer_idx) for layer_idx in range(5)].count(True) == 1
         stopwatch.start()
@@ -232,7 +233,7 @@ def test_times_that_are_under_way_are_not_those_of_the_next_rows(monkeypatch):
 def test_a_cuda_device_is_timed_without_waiting_for_it():
     recent = Recent()
     recent.take()
-    stopwatch = Stopwatch(open_accelerator("cuda"), 5, recent)
+    stopwatch = Stopwatch(open_accelerator("cuda"), 5, recent, ReadAhead())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsekv.attention.host import HostAttention, HostCalls
 from sparsekv.attention.host_jobs import HostJobs, Room
+from sparsekv.attention.read_ahead import ReadAhead
 from sparsekv.attention.stopwatch import Stopwatch
 from sparsekv.attention.timings import Timings
 from sparsekv.device import Stream
@@ -79,8 +80,8 @@ class DecodeAttention:
     Attributes:
         host: what attends on the CPU, for split attention too.
         timings: what recent steps took, to be taken from there.
-        reads_ahead: copy a layer's first chunks before its query is there; not so where a step's
-            time is to be that of all it reads, its window too.
+        reads_ahead: copy a layer's first chunks before its query is there, while that pays; not so
+            where a step's time is to be that of all it reads, its window too.
     """
 
     def __init__(self, registrar: Registrar, ping_pong: PingPong, geometry: KVGeometry) -> None:
@@ -90,7 +91,8 @@ class DecodeAttention:
         self.timings = Timings()
         self.reads_ahead = True
         cpu, gpu = self.timings.cpu, self.timings.gpu
-        self._stopwatch = Stopwatch(self._accelerator, geometry.num_layers, gpu)
+        self._read_ahead = ReadAhead()
+        self._stopwatch = Stopwatch(self._accelerator, geometry.num_layers, gpu, self._read_ahead)
         self._host = HostJobs(registrar, cpu) if self._accelerator.has_flags else None
         self.host: HostAttention = self._host or HostCalls(cpu)
         self._ops = decode_ops_for(self._accelerator.device)
@@ -151,9 +153,11 @@ class DecodeAttention:
         if is_timed and not self.reads_ahead:
             self._stopwatch.start()
         layer.attend(query, 0, parts.num_in_window, out)
-        in_place = self._after_ahead(ops, layer, query, out)
         if is_timed and self.reads_ahead:
             self._stopwatch.start()
+        in_place = self._after_ahead(ops, layer, query, out)
+        if is_timed and in_place is layer.after_ahead:
+            self._stopwatch.lap(layer.in_place.num_tokens - in_place.num_tokens)
         for attend in in_place.attends:
             attend(query, 0, None, out)
         if is_timed and in_place.attends:
@@ -270,7 +274,9 @@ class DecodeAttention:
         free, and it stays so until that layer's query is there.
         """
         layer = self._layers.get(layer_idx)
-        if self.reads_ahead and layer is not None and layer.pinned is pinned:
+        if not self.reads_ahead or layer is None or layer.pinned is not pinned:
+            return
+        if self._read_ahead.pays or self._stopwatch.is_first(layer_idx):
             self._ping_pong.load(*layer.ahead)
 
     def _prepare_pinned(self, ops: DecodeOps, layer: _Layer, query: Tensor, pinned: Views) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparsekv.attention.read_ahead import ReadAhead
 from sparsekv.attention.timings import Recent
 from sparsekv.device import Accelerator
 
@@ -25,17 +26,25 @@ class Stopwatch:
     Args:
         accelerator: whose streams are timed.
         num_layers: of a step; they are attended to in order, from 0.
-        timings: where a time is noted; nothing is timed before it is wanted there.
+        timings: where a time is noted; before it is wanted there, one layer a step is timed.
+        read_ahead: what judges the chunks that are read ahead.
     """
 
-    def __init__(self, accelerator: Accelerator, num_layers: int, timings: Recent) -> None:
+    def __init__(
+        self, accelerator: Accelerator, num_layers: int, timings: Recent, read_ahead: ReadAhead
+    ) -> None:
         self._accelerator = accelerator
         self._timings = timings
+        self._read_ahead = read_ahead
         self._stride = max(min(_EVERY, num_layers - _FIRST_LAYER), 1)
         self._num_steps = 0
+        self._first = num_layers
+        """Layer that is to be timed, of the step under way."""
         self._events = [
-            (accelerator.timed_event(), accelerator.timed_event()) for _ in range(_MOST_UNREAD)
+            tuple(accelerator.timed_event() for _ in range(3)) for _ in range(_MOST_UNREAD)
         ]
+        """At the start, after what was read ahead, and at the end."""
+        self._num_ahead = [0] * _MOST_UNREAD
         self._num_tokens = [0] * _MOST_UNREAD
         self._num_timed = self._num_read = 0
         """So far; the events are used in turn."""
@@ -45,20 +54,36 @@ class Stopwatch:
         if layer_idx == 0:
             self._read()
             self._num_steps += 1
-        if not self._timings.is_wanted or self._num_timed - self._num_read == _MOST_UNREAD:
+            self._first = _FIRST_LAYER + -(_FIRST_LAYER + self._num_steps) % self._stride
+        if self._num_timed - self._num_read == _MOST_UNREAD or layer_idx < self._first:
             return False
-        return layer_idx >= _FIRST_LAYER and (layer_idx + self._num_steps) % self._stride == 0
+        if not self._timings.is_wanted:
+            return layer_idx == self._first
+        return (layer_idx - self._first) % self._stride == 0
+
+    def is_first(self, layer_idx: int) -> bool:
+        """Whether this layer is the first one of the step under way that is to be timed."""
+        return layer_idx == self._first
 
     def start(self) -> None:
         """The work of the caller's stream from here on is timed."""
-        begin, _ = self._events[self._num_timed % _MOST_UNREAD]
-        self._accelerator.current_stream().record_time(begin)
+        slot = self._num_timed % _MOST_UNREAD
+        self._num_ahead[slot] = 0
+        self._accelerator.current_stream().record_time(self._events[slot][0])
+
+    def lap(self, num_tokens: int) -> None:
+        """Up to here it was for so many tokens of a sequence that were read ahead; what follows is
+        timed by itself.
+        """
+        slot = self._num_timed % _MOST_UNREAD
+        self._num_ahead[slot] = num_tokens
+        self._accelerator.current_stream().record_time(self._events[slot][1])
 
     def stop(self, num_tokens: int) -> None:
         """Up to here, for so many tokens of a sequence."""
         slot = self._num_timed % _MOST_UNREAD
         self._num_tokens[slot] = num_tokens
-        self._accelerator.current_stream().record_time(self._events[slot][1])
+        self._accelerator.current_stream().record_time(self._events[slot][2])
         self._num_timed += 1
 
     def drop(self) -> None:
@@ -68,8 +93,13 @@ class Stopwatch:
     def _read(self) -> None:
         while self._num_read < self._num_timed:
             slot = self._num_read % _MOST_UNREAD
-            begin, end = self._events[slot]
+            begin, lap, end = self._events[slot]
             if not end.has_come():
                 return
-            self._timings.note(self._num_tokens[slot], end.seconds_since(begin))
+            num_ahead, num_tokens = self._num_ahead[slot], self._num_tokens[slot]
+            seconds = end.seconds_since(lap if num_ahead else begin)
+            self._timings.note(num_tokens, seconds)
+            if num_ahead:
+                ahead_s = lap.seconds_since(begin)
+                self._read_ahead.note(ahead_s / num_ahead, seconds / num_tokens)
             self._num_read += 1
