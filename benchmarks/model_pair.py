@@ -1,4 +1,6 @@
-"""Two processes that decode at once, each a model of its own: what two users of a machine do."""
+"""Two models that decode at once: in two processes, as two users of a machine have them, or in two
+threads of one, as a server has them.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,20 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from threading import Thread
 from typing import Any, NamedTuple
+
+import torch
 
 from benchmarks.cache_steps import CacheSteps
 from benchmarks.decode_case import Case
 from benchmarks.decode_rounds import attending_threads
 from sparsekv.roofline import CostModel
 
+ONE_PROCESS, TWO_PROCESSES = "one process", "two processes"
 _WARM_UP = 3
 
 
@@ -29,25 +36,35 @@ class Turn(NamedTuple):
 
 
 class ModelPair:
-    """Use as a context manager: the processes end with it.
+    """Use as a context manager: both end with it.
 
     Args:
-        num_threads: threads of each that attend; None: the library's own number.
+        where: ONE_PROCESS, whose attending threads they share, or TWO_PROCESSES.
+        num_threads: threads of a process that attend; None: the library's own number.
     """
 
-    def __init__(self, num_threads: int | None) -> None:
+    def __init__(self, where: str, num_threads: int | None) -> None:
+        self._where = where
         self._num_threads = num_threads
         self._users: list[Connection] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelPair:
+        if self._where == ONE_PROCESS:
+            self._stack.enter_context(attending_threads(self._num_threads))
         spawning = get_context("spawn")  # a fork has no CUDA
         for _ in range(2):
-            ours, theirs = spawning.Pipe()
-            process = spawning.Process(target=_use, args=(theirs, self._num_threads), daemon=True)
-            process.start()
-            theirs.close()  # so that its end is seen
-            self._stack.callback(process.join)
+            ours, theirs = Pipe()
+            user: Thread | SpawnProcess
+            if self._where == ONE_PROCESS:
+                user = Thread(target=_use, args=(theirs,), daemon=True)
+                user.start()
+            else:
+                arguments = theirs, self._num_threads
+                user = spawning.Process(target=_use_alone, args=arguments, daemon=True)
+                user.start()
+                theirs.close()  # so that its end is seen
+            self._stack.callback(user.join)
             self._stack.callback(ours.close)
             self._users.append(ours)
         return self
@@ -77,17 +94,25 @@ class ModelPair:
         return [user.recv() for user in self._users]
 
 
-def _use(asking: Connection, num_threads: int | None) -> None:
-    """Serve one of the two, until it is left alone."""
+def _use_alone(asking: Connection, num_threads: int | None) -> None:
+    """`_use`, in a process of its own."""
     with attending_threads(num_threads):
-        try:
-            while True:
-                case, cost = asking.recv()
+        _use(asking)
+
+
+def _use(asking: Connection) -> None:
+    """Serve one of the two, until it is left alone."""
+    try:
+        while True:
+            case, cost = asking.recv()
+            # A stream of its own: on that of all, they would take turns.
+            stream = torch.cuda.Stream() if case.device.type == "cuda" else None
+            with torch.cuda.stream(stream):
                 _decode_case(asking, case, cost)
-                gc.collect()
-                asking.send(None)
-        except EOFError:
-            return
+            gc.collect()
+            asking.send(None)
+    except EOFError:
+        return
 
 
 def _decode_case(asking: Connection, case: Case, cost: CostModel) -> None:

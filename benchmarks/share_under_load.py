@@ -4,8 +4,8 @@ A rival in mid-run: it begins to read memory, with three threads for each one th
 copy over the bus, and ends again. Each step is timed, and under the load steps at fixed shares in
 turn with it, over the same cache.
 
-Two models at once (arXiv:2609.14507, Table 3): two processes decode the same, both at the share
-that one alone would have, or both at elastic shares.
+Two models at once (arXiv:2609.14507, Table 3): in two processes or in two threads of one, which
+decode the same, both at the share that one alone would have, or both at elastic shares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_rounds import attending_threads
 from benchmarks.decode_sweep import unless_memory_is_short
 from benchmarks.memory_ceilings import ReadLoad, filled_buffer
-from benchmarks.model_pair import ModelPair, Turn
+from benchmarks.model_pair import ONE_PROCESS, TWO_PROCESSES, ModelPair, Turn
 from benchmarks.results import Check, Row
 from benchmarks.share_tracking import BATCH_SIZE, FIXED, calibration_row
 from sparsekv.roofline import CostModel
@@ -165,17 +165,17 @@ def rivals(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
 
 
 def pairs(rows: Sequence[Row]) -> Iterator[tuple[str, Row, Row, Row]]:
-    """What two models decode; the rows of frozen and of elastic shares, of sizes of which there are
-    both, and that of the best of all that stay.
+    """What two models decode and where; the rows of frozen and of elastic shares, of sizes of which
+    there are both, and that of the best of all that stay.
     """
-    for (shape, size), group in groupby(
-        _steps_of(PAIR, rows), key=lambda row: (row["shape"], row["size"])
+    for (where, shape, size), group in groupby(
+        _steps_of(PAIR, rows), key=lambda row: (row["where"], row["shape"], row["size"])
     ):
         frozen, *others = group
         if others:
             elastic, *fixed = others
             best = min((frozen, *fixed), key=lambda row: row["ms_per_layer"])
-            yield f"{shape}, {size}", frozen, elastic, best
+            yield f"{shape}, {size}, {where}", frozen, elastic, best
 
 
 def _steps_of(part: str, rows: Sequence[Row]) -> list[Row]:
@@ -276,10 +276,12 @@ def _pair_part(case: Case, arguments: argparse.Namespace) -> Iterator[Row]:
     # Each alone on the machine, before there are two.
     costs = {case.batch_size: calibration_row(case)[0] for case in reversed(cases)}
     seconds = _QUICK_SECONDS if arguments.quick else _SECONDS
-    with ModelPair(arguments.threads) as pair:
-        for case in cases:
-            cost = costs[case.batch_size]
-            yield from pair_rows(case, cost, pair, arguments.rounds, seconds)
+    for where in (ONE_PROCESS, TWO_PROCESSES):
+        with ModelPair(where, arguments.threads) as pair:
+            for case in cases:
+                cost = costs[case.batch_size]
+                for row in pair_rows(case, cost, pair, arguments.rounds, seconds):
+                    yield {**row, "where": where}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import share_under_load
+from benchmarks.model_pair import ONE_PROCESS, TWO_PROCESSES
 from benchmarks.results import Row, load_result, make_result
 from benchmarks.share_plot import draw_loads
 from benchmarks.share_tables import share_under_load as table
@@ -57,7 +58,7 @@ def rival_rows(under: list[float], load: str = MEMORY) -> list[Row]:
 
 
 def pair_rows(frozen: float, elastic: float) -> list[Row]:
-    known = {**KNOWN, "part": PAIR}
+    known = {**KNOWN, "part": PAIR, "where": TWO_PROCESSES}
     return [
         known | {"way": way, "shares": [0.7, 0.6], "ms_per_layer": ms}
         for way, ms in ((FROZEN, frozen), (ELASTIC, elastic))
@@ -104,7 +105,12 @@ def test_a_table_and_a_picture_are_made(tmp_path: Path) -> None:
     result = make_result("share_under_load", rows, checks, "abacus")
     text = table([result])
     assert "| qwen3, 16 x 16K, memory | 2.00 / 1.00 | 0.50 | 0.52 | 5.000 | 0.50 | 5.000 |" in text
-    cells = ["qwen3, 16 x 16K", *(2 * ["0.70 and 0.60", "7.000"]), "0.70 and 0.60", "7.000"]
+    cells = [
+        "qwen3, 16 x 16K, two processes",
+        *(2 * ["0.70 and 0.60", "7.000"]),
+        "0.70 and 0.60",
+        "7.000",
+    ]
     cells[4] = "6.000"
     assert f"| {' | '.join(cells)} |" in text
     picture = draw_loads(result, tmp_path).read_text()
@@ -124,6 +130,7 @@ def test_the_script_measures_every_way(tmp_path: Path) -> None:
         (PAIR, ELASTIC),
         (PAIR, FIXED),
     }
+    assert {row["where"] for row in rows if row["part"] == PAIR} == {ONE_PROCESS, TWO_PROCESSES}
     assert all(row["ms_per_layer"] > 0 for row in rows)
     (elastic,) = [row for row in rows if row["part"] == RIVAL and row["way"] == ELASTIC]
     assert len(elastic["steps"]) == BEFORE + UNDER + AFTER
