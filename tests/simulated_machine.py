@@ -30,20 +30,34 @@ class Machine:
         cost: may be changed at any time.
         clock: what is read for the seconds that passed.
         reads_ahead: so that the window is not in the accelerator's times.
+        waits: seconds by which a step is longer than either engine's part of so many tokens.
     """
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
         self.clock = lambda seconds: seconds
         self.reads_ahead = True
+        self.waits = lambda cpu_tokens, gpu_tokens: 0.0
+        self._cpu_tokens = self._gpu_tokens = 0
 
     def timings(self) -> Timings:
         return Timings(
-            cpu=_Told(lambda num_tokens: self.clock(self.cost.cpu_time(1.0, num_tokens))),
+            cpu=_Told(lambda num_tokens: self.clock(self._cpu_time(num_tokens))),
             gpu=_Told(lambda num_tokens: self.clock(self._gpu_time(num_tokens))),
+            steps=_Told(lambda _: self.clock(self._step_time())),
         )
 
+    def _step_time(self) -> float:
+        cpu_tokens, gpu_tokens = self._cpu_tokens, self._gpu_tokens
+        cpu, gpu = self.cost.cpu_time(1.0, cpu_tokens), self.cost.gpu_time(0.0, gpu_tokens)
+        return max(cpu, gpu) + self.waits(cpu_tokens, gpu_tokens)
+
+    def _cpu_time(self, num_tokens: int) -> float:
+        self._cpu_tokens = num_tokens
+        return self.cost.cpu_time(1.0, num_tokens)
+
     def _gpu_time(self, num_tokens: int) -> float:
+        self._gpu_tokens = num_tokens
         overhead_s = self.cost.gpu_overhead_s if self.reads_ahead else 0.0
         return self.cost.gpu_time(0.0, num_tokens) - overhead_s
 
@@ -82,6 +96,7 @@ def install_with_attention(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
 def _attend(self, layer_idx, query, softmax_scale, parts, upcoming):
     """In the place of DecodeAttention's: who attends to how much, noted when it would be known."""
     if layer_idx == 0:
+        self.timings.steps.note(1, 0.0)
         for num_tokens in vars(self).pop("timed", []):
             self.timings.gpu.note(num_tokens, 0.0)
     cpu, gpu = (sum(view.num_tokens for view in views) for views in (parts.unpinned, parts.pinned))

@@ -260,6 +260,28 @@ def test_an_elastic_step_is_nearly_the_best_in_under_16_steps(machine, share, cp
     assert taken <= 1.1 * best
 
 
+def test_a_share_that_makes_steps_longer_is_left_whatever_engines_take(machine):
+    """Another cache has the engines in turn: the CPU's part takes longer, and a step waits for the
+    bus all the same.
+    """
+    chat = Chat(COST, num_layers=24, batch_size=1, elastic=True)
+    chat.read(50 * WINDOW)
+    chat.decode(10)
+    before = chat.cache.step_share
+    machine.cost = changed(COST, cpu=1.6)
+    machine.waits = lambda cpu_tokens, gpu_tokens: 3 * gpu_tokens * COST.h2d_s_per_token
+    shares = []
+    for _ in range(120):
+        chat.decode(1)
+        shares.append(chat.cache.step_share)
+    assert min(shares) < before - 0.05
+    assert sum(share < before - 0.02 for share in shares) <= 24
+    machine.waits = lambda cpu_tokens, gpu_tokens: 0.0
+    chat.decode(80)
+    assert chat.cache.step_share < before - 0.05
+    assert is_nearly_best(chat)
+
+
 @pytest.mark.parametrize("num_layers", [3, 8, 24])
 def test_elastic_costs_are_followed_with_any_number_of_layers(machine, num_layers):
     """By the end of two windows of steps at the latest."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ class DecodeAttention:
         self._chunk_attends: dict[tuple[int, int], Any] = {}
         self._kind: tuple[Any, ...] = ()
         self._softmax_scale = 0.0
+        self._step_began: float | None = None
         self._lse = self._workspace = torch.empty(0)
 
     def synchronize(self) -> None:
@@ -138,6 +140,8 @@ class DecodeAttention:
         kind = query.shape, query.stride(), query.dtype, query.data_ptr() % 16, softmax_scale
         if kind != self._kind:
             self._begin_anew(kind, query)
+        if layer_idx == 0:
+            self._note_step()
         if layer is None or layer.window is not window or kind != layer.kind:
             self._layers[layer_idx] = _Layer(kind, window)
             return None
@@ -167,6 +171,12 @@ class DecodeAttention:
         if stream is not None:
             self._take(layer, out, stream)
         return out
+
+    def _note_step(self) -> None:
+        now = perf_counter()
+        if self._step_began is not None:
+            self.timings.steps.note(1, now - self._step_began)
+        self._step_began = now
 
     # The CPU's part
 

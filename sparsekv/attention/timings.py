@@ -47,7 +47,7 @@ class Recent:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Of both engines."""
+    """Of both engines, and of steps."""
 
     cpu: Recent = field(default_factory=Recent)
     """Of attention alone, without waiting for the query; of every layer."""
@@ -55,4 +55,8 @@ class Timings:
     """Of attention to what is read in place of the pinned region, in some layers of a step whose
     launches are prepared. What is read ahead takes the bus when it is free, and no longer with the
     length; where nothing is, the window's part is in it.
+    """
+    steps: Recent = field(default_factory=Recent)
+    """Of whole steps by the caller's clock, from the first layer of one to that of the next, with
+    all that a model does between; for its one token each.
     """

@@ -13,6 +13,7 @@ from statistics import median
 from sparsekv.attention import Timings
 from sparsekv.attention.timings import Timing
 from sparsekv.cache import InplaceKVCache
+from sparsekv.engine.trial import Trial
 from sparsekv.format import ShareStats
 from sparsekv.roofline import CostModel, CostTracker, ShareRouter
 
@@ -20,10 +21,6 @@ _ELASTIC_STEPS = 4
 _ELASTIC_SAMPLES = 40
 """Steps between two looks at the costs, at least, and times of each engine that is at work, where
 the next step can follow them.
-"""
-_WORTH = 1.02
-"""A step's share stays unless another one makes the step this much shorter: what is prepared and
-read ahead for one is of no use for another.
 """
 
 
@@ -41,7 +38,8 @@ class Balance:
     """Decides the share of a cache by what its layers cost, and follows what they cost.
 
     Begun at r(L0) and routed at p since, the running share is r(L) at every length. The costs are
-    looked at again once a window, or every few steps where the share is elastic.
+    looked at again once a window, or every few steps where the share is elastic; a change of a
+    step's share is taken back where steps get longer by it.
 
     Args:
         cost: one layer of the batch that the cache is made for; another number of rows later costs
@@ -54,6 +52,7 @@ class Balance:
     def __init__(self, cost: CostModel, *, is_elastic: bool) -> None:
         self._tracker = CostTracker(cost)
         self._is_elastic = is_elastic
+        self._trial = Trial()
         self._num_rows: int | None = None
         """Of the cache in its last step; None: there was none."""
         self._first_tokens = 0
@@ -107,6 +106,8 @@ class Balance:
         if not num_tokens:
             return
         cpu, gpu = _real(timings.cpu.take()), _real(timings.gpu.take())
+        for _, seconds in _real(timings.steps.take()):
+            self._trial.note(seconds)
         num_rows, before = cache.batch_size, self._num_rows or cache.spec.batch_size
         self._num_rows = num_rows
         if num_rows == before:
@@ -118,11 +119,9 @@ class Balance:
             self._tracker.end_window()
             self._num_steps = self._num_cpu_times = self._num_gpu_times = 0
         self.go_on(num_tokens)
-        wanted, current = self.step_share(num_tokens), cache.step_share
-        if wanted is None or not cache.is_complete:  # not after the layers of one step, in order
-            return
-        if current is None or self._is_worth(wanted, current, num_tokens):
-            cache.step_share = wanted
+        wanted = self.step_share(num_tokens)
+        if wanted is not None and cache.is_complete:  # not after the layers of a step out of order
+            cache.step_share = self._next_share(cache.step_share, wanted, num_tokens)
 
     def stats(self, cpu_share: float, num_tokens: int) -> ShareStats:
         """What was aimed at, and what came of it.
@@ -146,12 +145,13 @@ class Balance:
         other._measured_cpu_s, other._measured_gpu_s = self._measured_cpu_s, self._measured_gpu_s
         return other
 
-    def _is_worth(self, wanted: float, current: float, num_tokens: int) -> bool:
-        """Whether steps get shorter by enough, or cannot stay as they are."""
-        if current < self.router.marginal_share:
-            return True
-        step_time = self.cost.step_time
-        return step_time(current, num_tokens) > _WORTH * step_time(wanted, num_tokens)
+    def _next_share(self, current: float | None, wanted: float, num_tokens: int) -> float:
+        """The wanted share where steps get shorter by it, or cannot stay as they are."""
+        if current is None or current < self.router.marginal_share:
+            return wanted
+        best_s = self.cost.step_time(wanted, num_tokens)
+        gain = self.cost.step_time(current, num_tokens) / best_s if best_s else 1.0
+        return max(self._trial.next_share(current, wanted, gain), self.router.marginal_share)
 
     def _placed(self, share: float) -> float:
         return placed_share(share, self._is_elastic)
@@ -160,6 +160,7 @@ class Balance:
         """Go on with so many times the costs per token, and with no time from before."""
         cpu, h2d = self.cost.cpu_s_per_token * factor, self.cost.h2d_s_per_token * factor
         self._tracker = CostTracker(replace(self.cost, cpu_s_per_token=cpu, h2d_s_per_token=h2d))
+        self._trial = Trial()
         self._num_steps = self._num_cpu_times = self._num_gpu_times = 0
         self._measured_cpu_s = self._measured_gpu_s = None
 
