@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.decode_case import Case
 from sparsekv import CacheConfig, InplaceKVCache, ShareRouter
+from sparsekv.attention import DecodeAttention
 from sparsekv.engine import attend
 from sparsekv.engine.balance import Balance
 from sparsekv.roofline import CostModel
@@ -78,6 +79,8 @@ class CacheSteps:
             yield
         finally:
             self.cache.balance, self.cache.step_share = self._balance, before
+            if isinstance(self.cache.companion, DecodeAttention):
+                self.cache.companion.timings.steps.take()  # not of the share that follows
 
     def step(self, num_steps: int = 1) -> Tensor:
         """So many tokens, one after the other; the last one's attention of the last layer."""

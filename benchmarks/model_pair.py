@@ -1,5 +1,5 @@
 """Two models that decode at once: in two processes, as two users of a machine have them, or in two
-threads of one, as a server has them.
+threads of one, as a server has them, on one GPU or on two.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -21,7 +22,7 @@ from benchmarks.decode_case import Case
 from benchmarks.decode_rounds import attending_threads
 from sparsekv.roofline import CostModel
 
-ONE_PROCESS, TWO_PROCESSES = "one process", "two processes"
+ONE_PROCESS, TWO_PROCESSES, TWO_GPUS = "one process", "two processes", "two GPUs"
 _WARM_UP = 3
 
 
@@ -39,7 +40,8 @@ class ModelPair:
     """Use as a context manager: both end with it.
 
     Args:
-        where: ONE_PROCESS, whose attending threads they share, or TWO_PROCESSES.
+        where: ONE_PROCESS, whose attending threads they share, TWO_PROCESSES, or TWO_GPUS of one
+            process, and the one memory.
         num_threads: threads of a process that attend; None: the library's own number.
     """
 
@@ -50,13 +52,13 @@ class ModelPair:
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelPair:
-        if self._where == ONE_PROCESS:
+        if self._where != TWO_PROCESSES:
             self._stack.enter_context(attending_threads(self._num_threads))
         spawning = get_context("spawn")  # a fork has no CUDA
         for _ in range(2):
             ours, theirs = Pipe()
             user: Thread | SpawnProcess
-            if self._where == ONE_PROCESS:
+            if self._where != TWO_PROCESSES:
                 user = Thread(target=_use, args=(theirs,), daemon=True)
                 user.start()
             else:
@@ -75,9 +77,12 @@ class ModelPair:
     @contextmanager
     def decoding(self, case: Case, cost: CostModel) -> Iterator[None]:
         """Both have a cache of the case, placed by these costs, within the body."""
-        self._ask((case, cost))
+        cases = [case, case]
+        if self._where == TWO_GPUS:
+            cases = [replace(case, device=torch.device("cuda", i)) for i in range(2)]
+        self._ask(*((case, cost) for case in cases))
         yield
-        self._ask(None)
+        self._ask(None, None)
 
     def decode(self, share: float | None, seconds: float) -> list[Turn]:
         """Let both decode for so long; what came of it, of each.
@@ -85,12 +90,12 @@ class ModelPair:
         Args:
             share: of the CPU; None: an elastic one.
         """
-        return self._ask((share, seconds))
+        return self._ask(*2 * [(share, seconds)])
 
-    def _ask(self, what: object) -> list[Any]:
+    def _ask(self, *questions: object) -> list[Any]:
         """The answers of both."""
-        for user in self._users:
-            user.send(what)
+        for user, question in zip(self._users, questions, strict=True):
+            user.send(question)
         return [user.recv() for user in self._users]
 
 
@@ -106,7 +111,7 @@ def _use(asking: Connection) -> None:
         while True:
             case, cost = asking.recv()
             # A stream of its own: on that of all, they would take turns.
-            stream = torch.cuda.Stream() if case.device.type == "cuda" else None
+            stream = torch.cuda.Stream(case.device) if case.device.type == "cuda" else None
             with torch.cuda.stream(stream):
                 _decode_case(asking, case, cost)
             gc.collect()

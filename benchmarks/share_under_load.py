@@ -4,8 +4,9 @@ A rival in mid-run: it begins to read memory, with three threads for each one th
 copy over the bus, and ends again. Each step is timed, and under the load steps at fixed shares in
 turn with it, over the same cache.
 
-Two models at once (arXiv:2609.14507, Table 3): in two processes or in two threads of one, which
-decode the same, both at the share that one alone would have, or both at elastic shares.
+Two models at once (arXiv:2609.14507, Table 3): in two processes, in two threads of one, or in those
+on two GPUs where there are two. They decode the same, both at the share that one alone would have,
+or both at elastic shares.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_rounds import attending_threads
 from benchmarks.decode_sweep import unless_memory_is_short
 from benchmarks.memory_ceilings import ReadLoad, filled_buffer
-from benchmarks.model_pair import ONE_PROCESS, TWO_PROCESSES, ModelPair, Turn
+from benchmarks.model_pair import ONE_PROCESS, TWO_GPUS, TWO_PROCESSES, ModelPair, Turn
 from benchmarks.results import Check, Row
 from benchmarks.share_tracking import BATCH_SIZE, FIXED, calibration_row
 from sparsekv.roofline import CostModel
@@ -276,7 +277,8 @@ def _pair_part(case: Case, arguments: argparse.Namespace) -> Iterator[Row]:
     # Each alone on the machine, before there are two.
     costs = {case.batch_size: calibration_row(case)[0] for case in reversed(cases)}
     seconds = _QUICK_SECONDS if arguments.quick else _SECONDS
-    for where in (ONE_PROCESS, TWO_PROCESSES):
+    ways = (TWO_GPUS,) if torch.cuda.device_count() > 1 else (ONE_PROCESS, TWO_PROCESSES)
+    for where in ways:
         with ModelPair(where, arguments.threads) as pair:
             for case in cases:
                 cost = costs[case.batch_size]
