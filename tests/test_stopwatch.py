@@ -1,5 +1,6 @@
 """The accelerator's time for its part: one layer in three, in turn; nobody waits for it."""
 
+import time
 from itertools import count
 
 import prepared_ops
@@ -212,6 +213,40 @@ def test_late_work_is_timed_when_it_is_done():
     assert recent.take() == []
     assert not stopwatch.is_due(0)
     assert recent.take() == [(7, 1), (8, 1)]
+
+
+class Queued(LateCaller):
+    """Whose caller is ahead of it, unless it has done everything so far."""
+
+    has_queue = True
+
+
+@pytest.mark.parametrize(
+    ("is_idle", "pause_s", "with_caller", "is_noted"),
+    [
+        (True, 0.2, False, False),
+        (True, 0.2, True, True),
+        (True, 0.0, False, True),
+        (False, 0.2, False, True),
+    ],
+)
+def test_a_time_in_which_the_accelerator_waited_for_its_caller_is_not_noted(
+    is_idle, pause_s, with_caller, is_noted
+):
+    accelerator, recent = Queued(), Recent()
+    accelerator.clock = count().__next__
+    recent.take()
+    stopwatch = Stopwatch(accelerator, 5, recent, ReadAhead())
+    stream = accelerator.current_stream()
+    assert [stopwatch.is_due(layer_idx) for layer_idx in range(5)].count(True) == 1
+    stopwatch.start(with_caller=with_caller)
+    if is_idle:
+        stream.synchronize()
+    time.sleep(pause_s)
+    stopwatch.stop(7)
+    stream.synchronize()
+    stopwatch.is_due(0)
+    assert recent.take() == ([(7, 1)] if is_noted else [])
 
 
 def test_times_that_are_under_way_are_not_those_of_the_next_rows(monkeypatch):

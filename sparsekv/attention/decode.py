@@ -155,7 +155,7 @@ class DecodeAttention:
         out = query.new_empty((*query.shape[:3], window.value.shape[4]), dtype=torch.float32)
         is_timed = self._stopwatch.is_due(layer_idx)
         if is_timed and not self.reads_ahead:
-            self._stopwatch.start()
+            self._stopwatch.start(with_caller=True)
         layer.attend(query, 0, parts.num_in_window, out)
         if is_timed and self.reads_ahead:
             self._stopwatch.start()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from time import perf_counter
+
 from sparsekv.attention.read_ahead import ReadAhead
 from sparsekv.attention.timings import Recent
 from sparsekv.device import Accelerator
@@ -13,6 +16,10 @@ model's last layers, of its head and of the choice of a token.
 _EVERY = 3
 """One layer in so many, others in each step: enough times to judge a change after a few steps. At
 least one a step.
+"""
+_CALLERS_PART = 0.125
+"""Of a time, at most: one in which an idle accelerator waited longer for what the caller enqueued
+says little of the accelerator.
 """
 _MOST_UNREAD = 64
 """Times; where the caller is further ahead of the accelerator, layers are left out."""
@@ -46,6 +53,9 @@ class Stopwatch:
         """At the start, after what was read ahead, and at the end."""
         self._num_ahead = [0] * _MOST_UNREAD
         self._num_tokens = [0] * _MOST_UNREAD
+        self._caller_s = [0.0] * _MOST_UNREAD
+        self._began_s = 0.0
+        """When the caller began to enqueue what is being timed."""
         self._num_timed = self._num_read = 0
         """So far; the events are used in turn."""
 
@@ -65,11 +75,16 @@ class Stopwatch:
         """Whether this layer is the first one of the step under way that is to be timed."""
         return layer_idx == self._first
 
-    def start(self) -> None:
-        """The work of the caller's stream from here on is timed."""
+    def start(self, *, with_caller: bool = False) -> None:
+        """The work of the caller's stream from here on is timed.
+
+        Args:
+            with_caller: note the time even where it is mostly the caller's, who enqueues the work.
+        """
         slot = self._num_timed % _MOST_UNREAD
         self._num_ahead[slot] = 0
         self._accelerator.current_stream().record_time(self._events[slot][0])
+        self._began_s = math.inf if with_caller else perf_counter()
 
     def lap(self, num_tokens: int) -> None:
         """Up to here it was for so many tokens of a sequence that were read ahead; what follows is
@@ -78,12 +93,19 @@ class Stopwatch:
         slot = self._num_timed % _MOST_UNREAD
         self._num_ahead[slot] = num_tokens
         self._accelerator.current_stream().record_time(self._events[slot][1])
+        self._began_s = perf_counter()
 
     def stop(self, num_tokens: int) -> None:
         """Up to here, for so many tokens of a sequence."""
         slot = self._num_timed % _MOST_UNREAD
+        begin, lap, end = self._events[slot]
+        is_ahead = not (lap if self._num_ahead[slot] else begin).has_come()
+        if is_ahead or not self._accelerator.has_queue:
+            self._caller_s[slot] = 0.0
+        else:
+            self._caller_s[slot] = perf_counter() - self._began_s
         self._num_tokens[slot] = num_tokens
-        self._accelerator.current_stream().record_time(self._events[slot][2])
+        self._accelerator.current_stream().record_time(end)
         self._num_timed += 1
 
     def drop(self) -> None:
@@ -98,7 +120,8 @@ class Stopwatch:
                 return
             num_ahead, num_tokens = self._num_ahead[slot], self._num_tokens[slot]
             seconds = end.seconds_since(lap if num_ahead else begin)
-            self._timings.note(num_tokens, seconds)
+            if self._caller_s[slot] <= _CALLERS_PART * seconds:
+                self._timings.note(num_tokens, seconds)
             if num_ahead:
                 ahead_s = lap.seconds_since(begin)
                 self._read_ahead.note(ahead_s / num_ahead, seconds / num_tokens)

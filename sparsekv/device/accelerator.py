@@ -42,6 +42,11 @@ class Accelerator(ABC):
     def has_flags(self) -> bool:
         """Whether streams can write and await flags."""
 
+    @property
+    @abstractmethod
+    def has_queue(self) -> bool:
+        """Whether what is enqueued is done while the caller goes on, and not before it does."""
+
     @abstractmethod
     def current_stream(self) -> Stream:
         """The stream to which the calling thread's torch operations go."""

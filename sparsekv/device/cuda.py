@@ -56,6 +56,10 @@ class CudaAccelerator(Accelerator):
     def has_flags(self) -> bool:
         return hasattr(self._driver, "cuStreamWaitValue32_v2")
 
+    @property
+    def has_queue(self) -> bool:
+        return True
+
     def current_stream(self) -> Stream:
         return CudaStream(self, torch.cuda.current_stream(self.device))
 

@@ -101,6 +101,10 @@ class SimulatedAccelerator(Accelerator):
     def has_flags(self) -> bool:
         return True
 
+    @property
+    def has_queue(self) -> bool:
+        return False
+
     def current_stream(self) -> Stream:
         return SimulatedStream(self)
 
