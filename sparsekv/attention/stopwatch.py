@@ -79,7 +79,7 @@ class Stopwatch:
         """The work of the caller's stream from here on is timed.
 
         Args:
-            with_caller: note the time even where it is mostly the caller's, who enqueues the work.
+            with_caller: a time counts even where it is mostly the caller's, who enqueues the work.
         """
         slot = self._num_timed % _MOST_UNREAD
         self._num_ahead[slot] = 0
@@ -120,8 +120,8 @@ class Stopwatch:
                 return
             num_ahead, num_tokens = self._num_ahead[slot], self._num_tokens[slot]
             seconds = end.seconds_since(lap if num_ahead else begin)
-            if self._caller_s[slot] <= _CALLERS_PART * seconds:
-                self._timings.note(num_tokens, seconds)
+            is_callers = self._caller_s[slot] > _CALLERS_PART * seconds
+            self._timings.note(num_tokens, math.nan if is_callers else seconds)
             if num_ahead:
                 ahead_s = lap.seconds_since(begin)
                 self._read_ahead.note(ahead_s / num_ahead, seconds / num_tokens)

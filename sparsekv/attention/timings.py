@@ -13,7 +13,8 @@ _MOST_KEPT = 1024
 
 Timing = tuple[int, float]
 """Tokens of a sequence that were attended to, and the seconds that it took: of one layer, in a step
-of one new token. A plain pair, which costs a step next to nothing.
+of one new token; NaN: it was timed, and the time says nothing. A plain pair, which costs a step
+next to nothing.
 """
 
 

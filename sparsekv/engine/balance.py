@@ -105,7 +105,7 @@ class Balance:
         num_tokens = cache.num_placed_tokens
         if not num_tokens:
             return
-        cpu, gpu = _real(timings.cpu.take()), _real(timings.gpu.take())
+        cpu, gpu = timings.cpu.take(), timings.gpu.take()
         for _, seconds in _real(timings.steps.take()):
             self._trial.note(seconds)
         num_rows, before = cache.batch_size, self._num_rows or cache.spec.batch_size
@@ -175,20 +175,21 @@ class Balance:
         )
 
     def _observe(self, cpu: list[Timing], gpu: list[Timing]) -> None:
+        self._num_cpu_times += len(cpu)
+        self._num_gpu_times += len(gpu)
+        cpu, gpu = _real(cpu), _real(gpu)
         for num_tokens, seconds in cpu:
             self._tracker.observe_cpu(seconds, 1.0, num_tokens)
         # Of what is read in place alone; the window is what the overhead stands for.
         gpu = [(num_tokens, seconds + self.cost.gpu_overhead_s) for num_tokens, seconds in gpu]
         for num_tokens, seconds in gpu:
             self._tracker.observe_gpu(seconds, 0.0, num_tokens)
-        self._num_cpu_times += len(cpu)
-        self._num_gpu_times += len(gpu)
         self._measured_cpu_s = _median_seconds(cpu, self._measured_cpu_s)
         self._measured_gpu_s = _median_seconds(gpu, self._measured_gpu_s)
 
 
 def _real(timings: list[Timing]) -> list[Timing]:
-    """Without those of a clock that jumped."""
+    """Without those of a clock that jumped, and those that say nothing."""
     return [timing for timing in timings if 0 < timing[1] < math.inf]
 
 

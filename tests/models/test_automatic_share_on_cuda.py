@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-_BATCH, _PROMPT, _NEW, _WINDOW = 4, 3_000, 140, 64
+_BATCH, _PROMPT, _NEW, _WINDOW = 8, 6_000, 140, 64
+"""Enough that steps wait for the engines: else the accelerator's times are its caller's."""
 
 
 def _model() -> Qwen3ForCausalLM:
@@ -62,7 +63,6 @@ def test_the_machine_is_measured_once_and_tokens_stay_the_same(
         assert balance.measured_gpu_s > 0
         assert balance.predicted_s > 0
         assert 0 < stats.placed_share <= stats.cpu_share < 1
-        if elastic:
-            assert abs(stats.cpu_share - balance.target_share) < 0.05
+        assert abs(stats.cpu_share - balance.target_share) < 0.05
     assert measured.call_count == 1
     assert len(list(tmp_path.iterdir())) == 1
