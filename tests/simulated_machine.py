@@ -107,9 +107,21 @@ def _attend(self, layer_idx, query, softmax_scale, parts, upcoming):
     return query
 
 
-def calibration(cost: CostModel) -> Calibration:
+def calibration(
+    cost: CostModel,
+    geometry: str = f"{NUM_HEADS} heads {NUM_KV_HEADS} kv {HEAD_DIM} {HEAD_DIM}",
+    batch_size: int = 2,
+) -> Calibration:
     """What a calibration would have found."""
-    key = ProfileKey(cpu="", gpu="", driver="", geometry="", dtype="", batch_size=1, num_threads=1)
+    key = ProfileKey(
+        cpu="",
+        gpu="",
+        driver="",
+        geometry=geometry,
+        dtype="float32",
+        batch_size=batch_size,
+        num_threads=1,
+    )
     return Calibration(key=key, machine=PRESETS["h200"], cost=cost, residual=0.0, points=())
 
 
@@ -118,7 +130,8 @@ class Chat:
 
     def __init__(self, cost: CostModel, *, num_layers=3, batch_size=2, **config) -> None:
         sizes = {"window_size": WINDOW, "block_size": 4, "ping_pong_tokens": 2 * WINDOW}
-        config = CacheConfig(profile=calibration(cost), **(sizes | config))
+        profile = calibration(cost, batch_size=batch_size)
+        config = CacheConfig(profile=profile, **(sizes | config))
         self._model = _Model()
         self.batch_size = batch_size
         self.store = RegionStore(CacheOwner(self._model), config, num_layers)

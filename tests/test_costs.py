@@ -64,8 +64,21 @@ def ask(profile=None, device=CUDA, geometry_=GEOMETRY):
 
 def test_a_calibration_is_taken_as_it_is(measured):
     for device in (CUDA, torch.device("cpu")):
-        assert ask(calibration(), device) is COST
+        assert ask(calibration(cpu="of another machine"), device) is COST
     assert measured == []
+
+
+def test_a_calibration_for_other_rows_costs_in_proportion(measured):
+    found = ask(calibration(batch_size=8))
+    assert found.cpu_s_per_token == COST.cpu_s_per_token / 4
+    assert found.h2d_s_per_token == COST.h2d_s_per_token / 4
+    assert found.marginal_share == pytest.approx(COST.marginal_share)
+
+
+@pytest.mark.parametrize("change", [{"geometry": "8 heads 2 kv 8 8"}, {"dtype": "float64"}])
+def test_a_calibration_for_another_attention_is_refused(measured, change):
+    with pytest.raises(LayoutError, match=r"a calibration for .*: this is 4 heads"):
+        ask(calibration(**change))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from dataclasses import replace
 
 import torch
 
 from sparsekv.engine.calibrate import calibrate
-from sparsekv.engine.profile_key import profile_key
+from sparsekv.engine.profile_key import check_geometry, profile_key
 from sparsekv.errors import CapacityError, LayoutError
 from sparsekv.format import KVGeometry
 from sparsekv.kernels.dispatch import num_attending_threads
@@ -48,7 +49,7 @@ def cost_of(
         warned of.
     """
     if isinstance(profile, Calibration):
-        return profile.cost
+        return _of_calibration(profile, geometry, num_heads, batch_size)
     if profile is not None:
         per_token = geometry.bytes_per_token_per_layer
         return profile.cost_model(
@@ -65,6 +66,18 @@ def cost_of(
         return None
     found = _calibration(geometry, num_heads, batch_size, device)
     return None if found is None else found.cost
+
+
+def _of_calibration(
+    given: Calibration, geometry: KVGeometry, num_heads: int, batch_size: int
+) -> CostModel:
+    """Its costs, in proportion to the sequences of a step."""
+    check_geometry(given.key, geometry, num_heads)
+    cost, factor = given.cost, batch_size / given.key.batch_size
+    if factor == 1:
+        return cost
+    cpu, h2d = factor * cost.cpu_s_per_token, factor * cost.h2d_s_per_token
+    return replace(cost, cpu_s_per_token=cpu, h2d_s_per_token=h2d)
 
 
 def may_borrow(

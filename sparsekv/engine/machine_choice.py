@@ -8,7 +8,7 @@ from sparsekv.checks import check_positive_int
 from sparsekv.engine.fit import Budget
 from sparsekv.engine.model_size import ModelSize
 from sparsekv.engine.planner import Rates
-from sparsekv.engine.profile_key import find_calibration, profile_key
+from sparsekv.engine.profile_key import check_geometry, find_calibration
 from sparsekv.errors import LayoutError
 from sparsekv.regions import memory
 from sparsekv.roofline import PRESETS, Calibration, MachineProfile
@@ -92,20 +92,11 @@ def _measured(model: ModelSize, batch_size: int) -> Rates | None:
 
 def _check_calibration(calibration: Calibration, model: ModelSize, batch_size: int) -> None:
     key = calibration.key
-    wanted = profile_key(
-        model.attended,
-        model.num_heads,
-        batch_size=batch_size,
-        device=_THIS_GPU,
-        num_threads=key.num_threads,
-    )
-    found, asked = (
-        f"{k.geometry} in {k.dtype} with a batch of {k.batch_size}" for k in (key, wanted)
-    )
-    if found != asked:
+    check_geometry(key, model.attended, model.num_heads)
+    if key.batch_size != batch_size:
         raise LayoutError(
-            f"machine=a calibration for {found}: this plan is for {asked}; calibrate for that, or "
-            "give the calibration's machine"
+            f"machine=a calibration for a batch of {key.batch_size}: this plan is for {batch_size}; "
+            "calibrate for that, or give the calibration's machine"
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from sparsekv.errors import LayoutError
 from sparsekv.format import KVGeometry
 from sparsekv.machine.cpu import probe_cpu
 from sparsekv.machine.gpu import driver_version
@@ -35,20 +36,41 @@ def profile_key(
     Raises:
         LayoutError: a count that is not a whole number of at least 1.
     """
-    shared = " shared" if geometry.shared_kv else ""
     gpu, driver = _gpu(device)
     return ProfileKey(
         cpu=cpu_name(),
         gpu=gpu,
         driver=driver,
-        geometry=(
-            f"{num_heads} heads {geometry.num_kv_heads} kv {geometry.head_dim} "
-            f"{geometry.value_dim}{shared}"
-        ),
-        dtype=str(geometry.dtype).removeprefix("torch."),
+        geometry=_geometry_name(geometry, num_heads),
+        dtype=_dtype_name(geometry),
         batch_size=batch_size,
         num_threads=num_threads,
     )
+
+
+def check_geometry(key: ProfileKey, geometry: KVGeometry, num_heads: int) -> None:
+    """Raise unless what was measured under a key is this attention.
+
+    Raises:
+        LayoutError: it has other heads, sizes or numbers.
+    """
+    asked = f"{_geometry_name(geometry, num_heads)} in {_dtype_name(geometry)}"
+    found = f"{key.geometry} in {key.dtype}"
+    if found != asked:
+        raise LayoutError(
+            f"a calibration for {found}: this is {asked}; calibrate for that, or give the "
+            "calibration's machine"
+        )
+
+
+def _geometry_name(geometry: KVGeometry, num_heads: int) -> str:
+    shared = " shared" if geometry.shared_kv else ""
+    heads = f"{num_heads} heads {geometry.num_kv_heads} kv"
+    return f"{heads} {geometry.head_dim} {geometry.value_dim}{shared}"
+
+
+def _dtype_name(geometry: KVGeometry) -> str:
+    return str(geometry.dtype).removeprefix("torch.")
 
 
 def find_calibration(

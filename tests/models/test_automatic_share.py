@@ -14,13 +14,13 @@ import deepseek_v4_zoo
 import pytest
 import torch
 from model_zoo import CONFIGS, build, same_tokens
-from simulated_machine import calibration
+from simulated_machine import calibration as calibration_of
 
 import sparsekv
 from sparsekv.engine import costs
 from sparsekv.engine.config import CacheConfig
 from sparsekv.models import compat
-from sparsekv.roofline import PRESETS, CostModel, MachineProfile
+from sparsekv.roofline import PRESETS, Calibration, CostModel, MachineProfile
 
 SLOW_LINK = replace(
     PRESETS["h200"], h2d_gbs=20.0, cpu_read_gbs=30.0, cpu_overhead_s=0.0, gpu_overhead_s=0.0
@@ -29,6 +29,11 @@ SLOW_LINK = replace(
 COST = CostModel(cpu_s_per_token=1e-6, h2d_s_per_token=3e-6, gpu_overhead_s=6e-6)
 """p = 0.75, and 1.5 tokens more than p L are best."""
 WINDOW = 6
+
+
+def calibration(cost: CostModel, batch_size: int = 3) -> Calibration:
+    """For the models here."""
+    return calibration_of(cost, "4 heads 2 kv 16 16", batch_size)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +72,8 @@ def test_shares_are_the_cost_models(
     """Of a prompt, and of a step; by costs that stay."""
     monkeypatch.setattr("sparsekv.roofline.CostTracker.end_window", lambda tracker: None)
     ids = torch.randint(1, 90, (2, 61), generator=torch.Generator().manual_seed(0))
-    patched = make_patched("llama", cpu_share="auto", profile=calibration(COST), elastic=elastic)
+    profile = calibration(COST, batch_size=2)
+    patched = make_patched("llama", cpu_share="auto", profile=profile, elastic=elastic)
     same_tokens(build("llama"), patched.model, ids, max_new_tokens=20)
     stats, num_placed = patched.stats(), _placed(80)
     best = COST.optimal_share(num_placed)
@@ -196,7 +202,10 @@ def test_beams_and_batches_are_served(make_patched: Callable[..., Any], padded: 
     same_tokens(build("llama"), patched.model, **padded, max_new_tokens=20, num_beams=3)
 
 
-@pytest.mark.parametrize("profile", [SLOW_LINK, calibration(COST)], ids=["machine", "measured"])
+V4_MEASURED = calibration_of(COST, "4 heads 1 kv 32 32 shared")
+
+
+@pytest.mark.parametrize("profile", [SLOW_LINK, V4_MEASURED], ids=["machine", "measured"])
 def test_deepseek_v4_places_entries_at_the_profiles_share(profile: Any) -> None:
     model, ids = deepseek_v4_zoo.build(), deepseek_v4_zoo.token_ids(2, 90)
     expected = deepseek_v4_zoo.build().generate(ids, max_new_tokens=8, do_sample=False)
