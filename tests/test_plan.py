@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import sparsekv
+from sparsekv.engine.config import CacheConfig
 from sparsekv.engine.fit import Budget, Demand, Remedy, find_remedies
 from sparsekv.engine.model_size import ModelSize, WeightCounts
 from sparsekv.engine.planner import Plan
@@ -119,7 +120,7 @@ def test_the_papers_hosts_converge_to_the_papers_shares() -> None:
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
 def test_deepseek_v4_follows_products_and_is_flat_once_its_selection_is_full(name: str) -> None:
     sizes = {"batch_size": 16, "num_tokens": 1 << 20, "prompt_tokens": 4096}
-    planned = sparsekv.plan(name, **sizes, machine="h200")
+    planned = sparsekv.plan(name, **sizes, machine=PRESETS["h200"])
     heads = planned.model.num_heads
     assert planned.model.attention_flops_per_byte == 2 * heads
     profile = PRESETS["h200"]
@@ -133,6 +134,19 @@ def test_deepseek_v4_follows_products_and_is_flat_once_its_selection_is_full(nam
         [length.best_share for length in flat]
     )
     assert {length.attended_positions for length in flat} == {planned.model.selected_entries}
+
+
+@pytest.mark.parametrize("machine", [None, "h200", "a100"])
+def test_deepseek_v4_has_the_share_that_a_run_has_for_which_nobody_gives_a_profile(
+    machine: str | None,
+) -> None:
+    planned = sparsekv.plan("deepseek-v4-flash", num_tokens=1 << 16, machine=machine)
+    unmeasured = CacheConfig().placed_share
+    assert {length.running_share for length in planned.lengths} == {unmeasured}
+    assert (
+        planned.memory
+        == sparsekv.plan("deepseek-v4-flash", num_tokens=1 << 16, cpu_share=unmeasured).memory
+    )
 
 
 def test_a_given_share_is_used_at_every_length_and_in_the_regions() -> None:

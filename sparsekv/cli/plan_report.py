@@ -184,7 +184,10 @@ def _coverage(plan: Plan) -> str:
         "longer."
     )
     if isinstance(plan.memory, CompressedPlan):
-        text += " DeepSeek-V4's engines take turns for now: its layers take up to the sum of both."
+        text += (
+            " DeepSeek-V4's engines take turns for now, at one half each where no share is given: "
+            "its layers take up to the sum of both."
+        )
     if not plan.fits_vram:
         text += " They hold only where all weights are in GPU memory."
     return text

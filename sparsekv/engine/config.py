@@ -17,7 +17,7 @@ _RUN_OF_ENTRIES = 8
 """Neighbouring entries are often selected together: runs this short keep a selection's split near
 the share.
 """
-_UNMEASURED_SHARE = 0.5
+UNMEASURED_SHARE = 0.5
 """Where nothing is measured, since there is no bus to spare: on the simulated accelerator the CPU
 reads everything.
 """
@@ -125,7 +125,7 @@ class CacheConfig:
 
     @property
     def _share(self) -> float:
-        return _UNMEASURED_SHARE if self.cpu_share == "auto" else self.cpu_share
+        return UNMEASURED_SHARE if self.cpu_share == "auto" else self.cpu_share
 
     def _check_profile(self) -> None:
         if self.profile is None:

@@ -95,8 +95,8 @@ def _check_calibration(calibration: Calibration, model: ModelSize, batch_size: i
     check_geometry(key, model.attended, model.num_heads)
     if key.batch_size != batch_size:
         raise LayoutError(
-            f"machine=a calibration for a batch of {key.batch_size}: this plan is for {batch_size}; "
-            "calibrate for that, or give the calibration's machine"
+            f"machine=a calibration for a batch of {key.batch_size}: this plan is for "
+            f"{batch_size}; calibrate for that, or give the calibration's machine"
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from sparsekv.checks import check_positive_int, check_share
-from sparsekv.engine.config import CacheConfig
+from sparsekv.engine.config import UNMEASURED_SHARE, CacheConfig
 from sparsekv.engine.fit import Budget, Demand, Remedy, find_remedies
 from sparsekv.engine.memory_plan import MemoryPlan, plan_memory
 from sparsekv.engine.model_size import ModelSize
@@ -206,7 +206,7 @@ def plan_run(
         cost=rates.cost,
         initial_positions=_placed(demand, min(prompt_tokens, num_tokens)),
         most_attended=model.selected_entries,
-        fixed_share=None if cpu_share == "auto" else cpu_share,
+        fixed_share=_fixed_share(cpu_share, model, rates),
     )
     memory = plan_memory(
         model.geometry,
@@ -225,6 +225,16 @@ def plan_run(
         remedies=() if budget.holds(demand) else find_remedies(demand, budget),
         prompt_tokens=min(prompt_tokens, num_tokens),
     )
+
+
+def _fixed_share(
+    cpu_share: float | Literal["auto"], model: ModelSize, rates: Rates
+) -> float | None:
+    """The share that a run of the model keeps; None: it follows the costs."""
+    if cpu_share != "auto":
+        return cpu_share
+    follows_costs = isinstance(model.geometry, KVGeometry) or rates.origin == "given"
+    return None if follows_costs else UNMEASURED_SHARE
 
 
 def _placed(demand: Demand, num_tokens: int) -> int:
