@@ -392,3 +392,27 @@ def test_a_terminal_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     console.print_text("word " * 40)
     lines = terminal.getvalue().splitlines()
     assert 50 < max(map(len, lines)) <= 60
+
+
+def test_a_run_on_another_machine_is_planned_from_what_was_measured_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """For any model and batch: by that machine's rates, not by the costs of one model."""
+    model = known_size("qwen3-30b-a3b", torch.bfloat16, "native")
+    device = torch.device("cuda")
+    key = profile_key(model.attended, model.num_heads, batch_size=4, device=device, num_threads=9)
+    file = Calibration(
+        key=replace(key, cpu="of another machine"),
+        machine=replace(PRESETS["v100"], name="the other one"),
+        cost=CostModel(cpu_s_per_token=3e-6, h2d_s_per_token=1e-6),
+        residual=0.01,
+        points=(),
+    ).save(tmp_path)
+    options = ("plan", "mixtral-8x7b", "--batch", "2", "--machine")
+    found, expected = (run_json(capsys, *options, machine) for machine in (str(file), "v100"))
+    assert found["machine"]["name"] == "the other one"
+    assert found["lengths"] == expected["lengths"]
+    file.write_text(file.read_text()[:99])
+    for broken in (file, tmp_path / "none.json"):
+        assert main([*options, str(broken)]) == 2
+        assert "cannot be used" in capsys.readouterr().err

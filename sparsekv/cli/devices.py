@@ -55,7 +55,7 @@ def parse_device(name: str | None) -> torch.device:
         raise CommandLineError(f"--device={name}: must be 'cpu', 'cuda' or 'cuda:<index>'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise CommandLineError(
-            f"--device={name}: torch sees {torch.cuda.device_count()} CUDA devices here; use "
-            "--device=cpu or install a CUDA build of torch"
+            f"--device={name}: torch sees {torch.cuda.device_count()} CUDA devices here; use one "
+            "of these, cpu where nothing is measured, or install a CUDA build of torch"
         )
     return device

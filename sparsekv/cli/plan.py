@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from sparsekv.cli.arguments import (
 )
 from sparsekv.cli.console import print_json
 from sparsekv.cli.sizes import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from sparsekv.roofline import MachineProfile
 
 
 def plan(
@@ -39,8 +42,8 @@ def plan(
     machine: Annotated[
         str | None,
         typer.Option(
-            help="h200, a100, v100, or this: what was measured here. Else this where it was "
-            "measured, and h200 in its place where not."
+            help="h200, a100, v100, a file that calibrate saved on another machine, or this: what "
+            "was measured here. Else this where it was measured, and h200 in its place where not."
         ),
     ] = None,
     ram: Annotated[
@@ -111,7 +114,7 @@ def plan(
         num_tokens=num_tokens,
         prompt_tokens=num_prompt_tokens,
         cpu_share=share,
-        machine=machine,
+        machine=_machine(machine),
         ram_bytes=ram_bytes,
         vram_bytes=vram_bytes,
         window_size=window_size,
@@ -127,3 +130,15 @@ def plan(
         print_json(planned.as_dict())
     else:
         print_plan(planned)
+
+
+def _machine(given: str | None) -> str | MachineProfile | None:
+    """A name, or the machine of a calibration's file: its costs are those of one model, what it
+    measured of the machine is not.
+    """
+    if given is None or not given.endswith(".json"):
+        return given
+
+    from sparsekv.roofline import Calibration
+
+    return Calibration.read(Path(given)).machine

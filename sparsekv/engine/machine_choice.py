@@ -47,8 +47,8 @@ def choose_rates(
         )
     if machine not in PRESETS:
         raise LayoutError(
-            f"machine={machine!r}: must be one of {', '.join((*PRESETS, THIS))}, a MachineProfile "
-            "or what calibrate returns"
+            f"machine={machine!r}: must be one of {', '.join((*PRESETS, THIS))}, a file ending in "
+            ".json on the command line, and in Python a MachineProfile or what calibrate returns"
         )
     return _of_preset(machine, model, batch_size, is_stand_in=False)
 

@@ -128,18 +128,34 @@ class Calibration:
             key: the machine, model and step at hand.
         """
         path = folder / key.file_name
-        try:
-            found = _parse(path.read_bytes())
-        except FileNotFoundError:
+        if not path.exists():
             return None
+        try:
+            found = cls.read(path)
+        except LayoutError as error:
+            logger.warning("%s", error)
+            return None
+        if found.key == key:
+            return found
+        reason = f"it is for {found.key!r}"[:400]
+        logger.warning("%s cannot be used (%s) and is left aside", path, reason)
+        return None
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """What `save` wrote, on whatever machine.
+
+        Raises:
+            LayoutError: no such file, or one that is broken or of another version.
+        """
+        try:
+            return _parse(path.read_bytes())
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"[:200]
-        else:
-            if found.key == key:
-                return found
-            reason = f"it is for {found.key!r}"[:400]
-        logger.warning("%s cannot be used (%s); the machine is measured again", path, reason)
-        return None
+            raise LayoutError(
+                f"{path} cannot be used ({reason}) and is left aside: must be a file that "
+                "`sparsekv calibrate` has saved; measure again"
+            ) from error
 
 
 def profile_folder() -> Path:
