@@ -9,6 +9,7 @@ memory. A few layers do: the costs are a layer's. (arXiv:2609.14507, Figure 12.)
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -46,6 +47,7 @@ _SAMPLE_S = 0.03
 """A sample is as many steps as take so long."""
 _LEAST_ON_A_LINE = 3
 _POINTS, _SLOWER, _SLOWER_SHORT = 0.03, 1.03, 1.06
+_CALIBRATION_S = 60.0
 
 
 _Line = tuple[float, float]
@@ -88,14 +90,16 @@ def calibration_row(case: Case) -> tuple[CostModel, Row]:
     a machine that is known, to see that it runs.
     """
     per_token = case.batch_size * case.geometry.bytes_per_token_per_layer
-    residual = None
+    residual = seconds = None
     if case.device.type == "cuda":
+        start = time.perf_counter()
         found = calibrate(
             case.geometry,
             num_heads=case.shape.num_heads,
             batch_size=case.batch_size,
             device=case.device,
         )
+        seconds = time.perf_counter() - start
         cost, residual = found.cost, found.residual
     else:
         cost = PRESETS["h200"].cost_model(bytes_per_token=per_token, flops_per_byte=8)
@@ -108,6 +112,7 @@ def calibration_row(case: Case) -> tuple[CostModel, Row]:
         "gpu_overhead_us": 1e6 * cost.gpu_overhead_s,
         "marginal_share": cost.marginal_share,
         "residual": residual,
+        "seconds": seconds,
     }
 
 
@@ -180,8 +185,19 @@ def cases(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """Distance from the measured optimum, and the step beside the best fixed share's; CUDA only."""
-    made = []
+    """Distance from the measured optimum, the step beside the best fixed share's, and what the
+    calibration takes; CUDA only.
+    """
+    made = [
+        Check(
+            name=f"{row['shape']}: seconds of the calibration",
+            value=row["seconds"],
+            target=_CALIBRATION_S,
+            lower_is_better=True,
+        )
+        for row in rows
+        if row["kind"] == "calibration" and row.get("seconds") is not None
+    ]
     for shape, size, here in cases(rows):
         chosen = row_of(SAME, here)
         if not chosen["device"].startswith("cuda"):

@@ -410,7 +410,7 @@ def test_a_run_on_another_machine_is_planned_from_what_was_measured_there(
     ).save(tmp_path)
     options = ("plan", "mixtral-8x7b", "--batch", "2", "--machine")
     found, expected = (run_json(capsys, *options, machine) for machine in (str(file), "v100"))
-    assert found["machine"]["name"] == "the other one"
+    assert found["machine"]["profile"]["name"] == "the other one"
     assert found["lengths"] == expected["lengths"]
     file.write_text(file.read_text()[:99])
     for broken in (file, tmp_path / "none.json"):

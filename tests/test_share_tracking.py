@@ -83,6 +83,13 @@ def test_a_share_is_judged_by_its_distance_and_its_step(
     assert checks([row | {"device": "cpu"} for row in rows]) == []
 
 
+@pytest.mark.parametrize(("seconds", "is_met"), [(19.0, True), (61.0, False)])
+def test_a_calibration_is_judged_by_what_it_takes(seconds: float, is_met: bool) -> None:
+    row: Row = {"kind": "calibration", "shape": "qwen3", "seconds": seconds}
+    assert [check.is_met for check in checks([row])] == [is_met]
+    assert checks([row | {"seconds": None}]) == []  # without a GPU none is made
+
+
 def test_the_script_measures_every_way(tmp_path: Path) -> None:
     share_tracking.main(
         ["--quick", "--rounds", "1", "--threads", "1", "--shapes", "qwen3", "--out", str(tmp_path)]
