@@ -1,6 +1,7 @@
-"""The native library: accuracy, instruction sets, threads, forks, builds and wrong inputs.
+"""The native library: accuracy, instruction sets, threads, forks and wrong inputs.
 
-What it shares with the other implementations is tested in test_partial_attention.py.
+What it shares with the other implementations is tested in test_partial_attention.py, how it is
+found and built in test_library.py.
 """
 
 import contextlib
@@ -9,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 from sparsekv.errors import LayoutError, SparseKVError
 from sparsekv.kernels import cpu, reference, torch_ops
 from sparsekv.kernels.block_lists import BlockLists
-from sparsekv.kernels.cpu import build, library
+from sparsekv.kernels.cpu import library
 
 ROOT = Path(__file__).parents[2]
 NAN = torch.nan
@@ -446,7 +446,7 @@ def test_a_forked_child_computes_with_threads_of_its_own() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# Choice and build
+# Sources
 
 
 def test_no_source_uses_streams() -> None:
@@ -454,91 +454,6 @@ def test_no_source_uses_streams() -> None:
     for source in (ROOT / "kernels" / "cpu").glob("*.[ch]*"):
         text = source.read_text(encoding="utf-8")
         assert not re.search(r"#include <(fstream|sstream|iostream|iomanip|locale|regex)>", text)
-
-
-REPORT = """
-import logging
-logging.basicConfig(format="%(levelname)s %(message)s")
-from sparsekv.kernels import cpu
-print(cpu.backend().name)
-print(cpu.backend().library)
-"""
-
-ATTEND = """
-import torch
-kv = torch.ones(1, 1, 1, 3, 8)
-out, _ = cpu.partial_attention(kv[0, :, :, :1], kv, kv, torch.tensor([0]), 1.0, query_start=3)
-print(torch.equal(out, kv[0, :, :, :1]))
-"""
-
-
-def test_the_environment_chooses() -> None:
-    assert run_python(REPORT, SPARSEKV_CPU="torch").stdout.split() == ["torch", "None"]
-    assert run_python(REPORT, SPARSEKV_CPU="native").stdout.split()[0] == "native"
-    wrong = run_python(REPORT, SPARSEKV_CPU="fast")
-    assert "LayoutError: SPARSEKV_CPU='fast': must be one of auto, native, torch" in wrong.stderr
-
-
-def test_without_a_compiler_torch_computes_after_one_warning(tmp_path: Path) -> None:
-    bare = {"SPARSEKV_CACHE": str(tmp_path), "PATH": str(tmp_path), "CXX": ""}
-    done = run_python(REPORT + ATTEND, SPARSEKV_CPU="auto", **bare)
-    assert done.stdout.split() == ["torch", "None", "True"]
-    (warning,) = done.stderr.splitlines()
-    assert warning.startswith("WARNING Attention on the CPU uses torch's ops")
-    assert "no C++ compiler" in warning
-    done = run_python(REPORT, SPARSEKV_CPU="native", **bare)
-    assert "LayoutError: SPARSEKV_CPU=native, but there is no native library" in done.stderr
-
-
-@pytest.fixture
-def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library of one small source, built into a folder of its own."""
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    (sources / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
-    monkeypatch.setattr(build, "SOURCES", sources)
-    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "cache"))
-    return sources
-
-
-def test_processes_that_build_at_once_make_one_library(small_sources: Path) -> None:
-    code = (
-        "import pathlib, sys; from sparsekv.kernels.cpu import build; "
-        f"build.SOURCES = pathlib.Path({str(small_sources)!r}); print(build.built_library())"
-    )
-    command = [sys.executable, "-c", code]
-    running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)
-    ]
-    paths = {process.communicate(timeout=120)[0].strip() for process in running}
-    assert len(paths) == 1
-    (path,) = map(Path, paths)
-    assert {file.name for file in path.parent.iterdir()} == {path.name, "lock"}
-
-
-def test_a_changed_source_is_another_library(small_sources: Path) -> None:
-    first = build.built_library()
-    made = first.stat().st_mtime_ns
-    assert build.built_library() == first
-    assert first.stat().st_mtime_ns == made
-    (small_sources / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
-    assert build.built_library() != first
-
-
-def test_a_source_that_does_not_compile_leaves_nothing_behind(small_sources: Path) -> None:
-    (small_sources / "two.cpp").write_text("nonsense\n")
-    with pytest.raises(build.BuildError, match="nonsense"):
-        build.built_library()
-    left = [file.name for file in build.cache_folder().rglob("*") if file.is_file()]
-    assert left == ["lock"]
-
-
-def test_a_folder_that_cannot_be_written_is_named(
-    small_sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPARSEKV_CACHE", str(small_sources / "one.cpp" / "cache"))
-    with pytest.raises(build.BuildError, match=r"could not be written.*one\.cpp"):
-        build.built_library()
 
 
 # Wrong inputs
