@@ -3,6 +3,7 @@
 Imports nothing but the standard library: setup.py loads this file where the package cannot be.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -10,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,9 @@ def built_library() -> Path:
             return library
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            # A lock of this process alone. That of flock would be held by a child forked meanwhile
+            # too, which then waits for itself.
+            fcntl.lockf(lock, fcntl.LOCK_EX)
             if not library.exists():
                 logger.info("Building %s with %s, once: up to a minute", library, compiler)
                 _build(compiler, library)
@@ -114,10 +118,19 @@ def _translation_units() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
+@contextlib.contextmanager
+def _temporary_folder(parent: Path) -> Iterator[Path]:
+    """As tempfile.TemporaryDirectory, which a child forked meanwhile would remove when it exits."""
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix="build-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _build(compiler: str, library: Path) -> None:
     flags = [*FLAGS, f'-DSPARSEKV_FINGERPRINT="{fingerprint()}"']
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as name:
-        temporary = Path(name)
+    with _temporary_folder(library.parent) as temporary:
         sources = {source: temporary / f"{source.stem}.o" for source in _translation_units()}
         running = [
             subprocess.Popen(

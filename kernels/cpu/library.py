@@ -74,6 +74,15 @@ _loaded: _Loaded | None = None
 _loading = threading.Lock()
 
 
+def _forget_lock_in_child() -> None:
+    """A thread that holds the lock does not exist in the child, where nobody would release it."""
+    global _loading
+    _loading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock_in_child)
+
+
 def native_library() -> Any:
     """The loaded library (a ctypes.CDLL); None where torch's ops are to be used.
 

@@ -102,3 +102,90 @@ def test_a_folder_that_cannot_be_written_is_named(
     monkeypatch.setenv("SPARSEKV_CACHE", str(small_sources / "one.cpp" / "cache"))
     with pytest.raises(build.BuildError, match=r"could not be written.*one\.cpp"):
         build.built_library()
+
+
+# Forks. Whoever waits for ever is ended by its alarm.
+
+LOADING = """
+import os, signal, threading, warnings
+warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads: that is the test
+from sparsekv.kernels.cpu import library
+load, loading, go_on = library._load_library, threading.Event(), threading.Event()
+
+def load_later():
+    loading.set()
+    go_on.wait()
+    return load()
+
+library._load_library = load_later
+thread = threading.Thread(target=library.backend)
+thread.start()
+loading.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    library._load_library = load
+    os._exit(0 if library.backend().name == "native" else 1)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+go_on.set()
+thread.join()
+print(code, library.backend().name)
+"""
+
+
+def test_a_child_forked_while_a_thread_loads_loads_for_itself() -> None:
+    done = run_python(LOADING)
+    assert (done.stdout, done.stderr) == ("0 native\n", "")
+
+
+BUILDING = """
+import os, pathlib, signal, sys, threading, warnings
+warnings.simplefilter("ignore")
+from sparsekv.kernels.cpu import build
+build.SOURCES = pathlib.Path(os.environ["SOURCES"])
+run, building, go_on = build._run, threading.Event(), threading.Event()
+
+def link_later(command):
+    if "-shared" in command:
+        building.set()
+        go_on.wait()
+    return run(command)
+
+build._run = link_later
+thread = threading.Thread(target=build.built_library, daemon=True)
+thread.start()
+building.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    build._run = run
+"""
+
+CHILD_BUILDS = """
+    print("child", build.built_library().exists(), flush=True)
+    os._exit(0)
+"""
+
+FINISH = """
+go_on.set()
+thread.join()
+print("parent", build.built_library().exists())
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        # The parent leaves only after the child, which may hold what it has inherited till then.
+        (CHILD_BUILDS + FINISH + "os.waitpid(child, 0)", {"child True", "parent True"}),
+        (CHILD_BUILDS + "os._exit(0)", {"child True"}),
+        ("    sys.exit()\nos.waitpid(child, 0)" + FINISH, {"parent True"}),
+    ],
+    ids=["waits for its parent", "outlives its parent", "ends at once"],
+)
+def test_a_child_forked_while_a_thread_builds(
+    code: str, said: set[str], small_sources: Path
+) -> None:
+    done = run_python(BUILDING + code, SOURCES=str(small_sources))
+    assert (set(done.stdout.splitlines()), done.stderr) == (said, "")
+    assert {file.name for file in build.cache_folder().glob("*/*")} >= {build.LIBRARY_NAME, "lock"}
