@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +26,7 @@ LINK_FLAGS = ("-Wl,--exclude-libs,ALL",)
 
 _COMPILE_SECONDS = 600
 _NEEDS_COMPILER = "install a C++17 compiler such as g++, or set CXX to one"
+_WRONG_CXX = "set CXX to a C++17 compiler, or unset it"
 
 
 class BuildError(Exception):
@@ -58,7 +60,9 @@ def built_library() -> Path:
             # too, which then waits for itself.
             fcntl.lockf(lock, fcntl.LOCK_EX)
             if not library.exists():
-                logger.info("Building %s with %s, once: up to a minute", library, compiler)
+                logger.info(
+                    "Building %s with %s, once: up to a minute", library, shlex.join(compiler)
+                )
                 _build(compiler, library)
         return library
     except OSError as error:
@@ -99,19 +103,35 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv"
 
 
-def _compiler() -> str:
-    """Path of $CXX, c++ or g++."""
-    for name in (os.environ.get("CXX"), "c++", "g++"):
-        path = shutil.which(name) if name else None
+def _compiler() -> list[str]:
+    """The words of $CXX, the first one resolved; where it is not set, the path of c++ or g++."""
+    given = os.environ.get("CXX", "").strip()
+    if given:
+        return _compiler_given(given)
+    for name in ("c++", "g++"):
+        path = shutil.which(name)
         if path:
-            return path
+            return [path]
     raise BuildError("no C++ compiler (looked for $CXX, c++, g++)", _NEEDS_COMPILER)
 
 
-def _hash_of_build(compiler: str) -> str:
+def _compiler_given(given: str) -> list[str]:
+    try:
+        program, *flags = shlex.split(given)
+    except ValueError as error:
+        raise BuildError(
+            f"CXX={given!r} cannot be split into words: {error}", _WRONG_CXX
+        ) from error
+    path = shutil.which(program)
+    if path is None:
+        raise BuildError(f"CXX={given!r}: there is no program {program!r}", _WRONG_CXX)
+    return [path, *flags]
+
+
+def _hash_of_build(compiler: list[str]) -> str:
     """Hash of all that decides what a library is that this machine builds."""
-    version = _run([compiler, "--version"])
-    return hashlib.sha256(f"{fingerprint()} {version}".encode()).hexdigest()[:16]
+    decides = [fingerprint(), *compiler[1:], _run([*compiler, "--version"])]
+    return hashlib.sha256(" ".join(decides).encode()).hexdigest()[:16]
 
 
 def _translation_units() -> list[Path]:
@@ -128,13 +148,13 @@ def _temporary_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _build(compiler: str, library: Path) -> None:
+def _build(compiler: list[str], library: Path) -> None:
     flags = [*FLAGS, f'-DSPARSEKV_FINGERPRINT="{fingerprint()}"']
     with _temporary_folder(library.parent) as temporary:
         sources = {source: temporary / f"{source.stem}.o" for source in _translation_units()}
         running = [
             subprocess.Popen(
-                [compiler, *flags, "-c", str(source), "-o", str(made)],
+                [*compiler, *flags, "-c", str(source), "-o", str(made)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -146,14 +166,16 @@ def _build(compiler: str, library: Path) -> None:
                 output, _ = process.communicate(timeout=_COMPILE_SECONDS)
                 _check(process.args, process.returncode, output)
         except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
+            raise BuildError(
+                f"{shlex.join(compiler)} took more than {_COMPILE_SECONDS} s"
+            ) from error
         finally:
             for process in running:
                 process.kill()
                 process.wait()
         linked = temporary / library.name
         objects = [str(made) for made in sources.values()]
-        _run([compiler, "-shared", *FLAGS, *LINK_FLAGS, *objects, "-o", str(linked)])
+        _run([*compiler, "-shared", *FLAGS, *LINK_FLAGS, *objects, "-o", str(linked)])
         os.replace(linked, library)
 
 

@@ -1,5 +1,8 @@
 """The native library: which one is used, and how it is built."""
 
+import ctypes
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +105,39 @@ def test_a_folder_that_cannot_be_written_is_named(
     monkeypatch.setenv("SPARSEKV_CACHE", str(small_sources / "one.cpp" / "cache"))
     with pytest.raises(build.BuildError, match=r"could not be written.*one\.cpp"):
         build.built_library()
+
+
+def test_cxx_is_split_into_words(small_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in a folder with a space, and flags, which make another library."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None
+    link = small_sources.parent / "my compilers" / "cxx"
+    link.parent.mkdir()
+    link.symlink_to(compiler)
+    (small_sources / "one.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int one() { return ONE; }\n'
+    )
+    for number in (7, 8):
+        monkeypatch.setenv("CXX", f"'{link}' -DONE={number}")
+        assert ctypes.CDLL(str(build.built_library())).one() == number
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("/nonexistent/c++ -O2", "CXX='/nonexistent/c++ -O2': there is no program '/nonexistent/"),
+        ("''", "there is no program ''"),
+        ("'c++", "cannot be split into words: No closing quotation"),
+    ],
+)
+def test_a_wrong_cxx_is_named_and_no_other_compiler_used(
+    given: str, message: str, small_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", given)
+    with pytest.raises(build.BuildError, match=re.escape(message)) as raised:
+        build.built_library()
+    assert raised.value.remedy == "set CXX to a C++17 compiler, or unset it"
+    assert not build.cache_folder().exists()
 
 
 # Forks. Whoever waits for ever is ended by its alarm.
