@@ -23,6 +23,8 @@ from sparsekv.kernels.cpu.gather import copy_call, error_of_copy
 from sparsekv.kernels.cpu.library import backend, native_library
 from sparsekv.kernels.cpu.partial_attention import (
     check_inputs,
+    check_scale,
+    check_tensor,
     check_visibility,
     error_of,
     is_contiguous_at_last,
@@ -74,13 +76,14 @@ class Flag:
 
     def __post_init__(self) -> None:
         words = self.words
-        if words.dtype != torch.int32 or words.device.type != "cpu" or not words.is_contiguous():
+        check_tensor("words", words)
+        if words.dtype != torch.int32 or not words.is_contiguous():
             raise LayoutError(
-                f"flags in {words.dtype} on {words.device}: must be int32, contiguous, on the CPU; "
+                f"flags in {words.dtype} with strides {words.stride()}: must be int32, contiguous; "
                 "make them so"
             )
-        if not 0 <= self.index < words.numel():
-            raise LayoutError(f"flag {self.index} of {words.numel()}: must be one of them")
+        if not isinstance(self.index, int) or not 0 <= self.index < words.numel():
+            raise LayoutError(f"flag {self.index!r} of {words.numel()}: must be one of them")
 
     @property
     def address(self) -> int:
@@ -92,7 +95,12 @@ class Flag:
         return int(job_library().sparsekv_load_flag(self.address))
 
     def set(self, value: int) -> None:
-        """Write value % 2^32, after all that was written before."""
+        """Write value % 2^32, after all that was written before.
+
+        Raises:
+            LayoutError: it is no whole number.
+        """
+        _check_whole(value)
         job_library().sparsekv_store_flag(self.address, value % 2**32)
 
 
@@ -257,7 +265,8 @@ def submit_partial_attention(
     """
     library = job_library()
     check_inputs(query, key, value, positions, row_table, key_mask, key_start)
-    check_visibility(query, key, sliding_window, blocks)
+    check_scale(softmax_scale)
+    check_visibility(query, key, query_start, sliding_window, blocks)
     uses = [query, key, value]
     check_in_place("query", query, torch.float32, is_contiguous_at_last(query))
     if key_mask is not None:
@@ -285,10 +294,11 @@ def submit_partial_attention(
         sliding_window=sliding_window,
         blocks=blocks,
     )
+    signal = _signal(wait, done, status)
     flags = [word[0] for word in (wait, done) if word is not None] + ([status] if status else [])
     return start(
         lambda *places: library.sparsekv_submit_partial_attention(ctypes.byref(call), 1, *places),
-        _signal(wait, done, status),
+        signal,
         (out, lse),
         (*uses, *(flag.words for flag in flags)),
         functools.partial(error_of, call=call),
@@ -358,6 +368,11 @@ def start(
 def _signal(
     wait: tuple[Flag, int] | None, done: tuple[Flag, int] | None, status: Flag | None
 ) -> Signal:
+    for name, pair in (("wait", wait), ("done", done)):
+        if pair is not None:
+            _check_pair(name, pair)
+    if status is not None:
+        _check_flag("status", status)
     return Signal(
         wait=None if wait is None else wait[0].address,
         done=None if done is None else done[0].address,
@@ -365,6 +380,23 @@ def _signal(
         wait_value=0 if wait is None else wait[1] % 2**32,
         done_value=0 if done is None else done[1] % 2**32,
     )
+
+
+def _check_pair(name: str, pair: tuple[Flag, int]) -> None:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise LayoutError(f"{name}={pair!r}: must be a flag and a value; give both as a tuple")
+    _check_flag(name, pair[0])
+    _check_whole(pair[1])
+
+
+def _check_flag(name: str, flag: Flag) -> None:
+    if not isinstance(flag, Flag):
+        raise LayoutError(f"{name} has a {type(flag).__name__}: must be a Flag; make one")
+
+
+def _check_whole(value: int) -> None:
+    if not isinstance(value, int):
+        raise LayoutError(f"a flag's value is {value!r}: must be a whole number; round it")
 
 
 def _release(room: _Room) -> None:
@@ -404,14 +436,10 @@ def check_in_place(name: str, tensor: Tensor, dtype: torch.dtype, is_contiguous:
 def _room(name: str, given: Tensor | None, shape: tuple[int, ...]) -> Tensor:
     if given is None:
         return torch.empty(shape, dtype=torch.float32)
-    if (
-        given.shape != shape
-        or given.dtype != torch.float32
-        or given.device.type != "cpu"
-        or not given.is_contiguous()
-    ):
+    check_tensor(name, given)
+    if given.shape != shape or given.dtype != torch.float32 or not given.is_contiguous():
         raise LayoutError(
-            f"{name} {tuple(given.shape)} of {given.dtype} on {given.device}: must be contiguous "
-            f"float32 of shape {shape} on the CPU; give such a tensor, or None"
+            f"{name} {tuple(given.shape)} of {given.dtype}: must be contiguous float32 of shape "
+            f"{shape}; give such a tensor, or None"
         )
     return given

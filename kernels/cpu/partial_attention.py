@@ -1,6 +1,7 @@
 """Partial attention by the native library, on keys and values where they lie."""
 
 import ctypes
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -10,14 +11,19 @@ from sparsekv.kernels import torch_ops
 from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu.library import DTYPES, native_library
 
+_BAD_ROW = 2
+_BAD_POSITION = 3
 _LAYOUT_ERRORS = {
     1: "a size is out of range; check the shapes",
-    2: "row_table names a physical row that does not exist; entries must be within 0 and rows - 1",
-    3: "positions lie out of range, or beyond key_mask; key_mask must reach the last key",
+    _BAD_ROW: "row_table names a physical row that does not exist; entries must be within 0 and "
+    "rows - 1",
+    _BAD_POSITION: "positions lie out of range, or beyond key_mask; key_mask must reach the last "
+    "key",
     6: "a list names a block that does not exist, or is longer than its room; list each block once",
 }
 _NO_MEMORY = 4
-_LARGEST = 2**48  # of a size: longer than any sequence
+_LARGEST = 2**48  # of a size or a position: longer than any sequence
+_MASK_DTYPES = (torch.bool, *DTYPES, torch.float64)
 
 
 class NativeCall(ctypes.Structure):
@@ -66,12 +72,19 @@ def partial_attention(
     or in float64, and all calls where there is no library, are computed by torch's ops.
 
     Raises:
-        LayoutError: a dtype, device, shape or stride breaks a rule; nothing has been computed.
+        LayoutError: a type, dtype, device, shape, stride or number breaks a rule, whichever of
+            them computes; nothing has been computed.
         CapacityError: the workspace does not fit into memory.
     """
-    is_for_torch = mask is not None or query.dtype == key.dtype == torch.float64
+    check_inputs(query, key, value, positions, row_table, key_mask, key_start, may_be_float64=True)
+    check_scale(softmax_scale)
+    check_visibility(query, key, query_start, sliding_window, blocks)
+    if mask is not None:
+        _check_mask(query, mask)
+    is_for_torch = mask is not None or key.dtype == torch.float64
     library = None if is_for_torch else native_library()
     if library is None:
+        _check_contents(query, key, positions, row_table, key_mask, mask)
         return torch_ops.partial_attention(
             query,
             key,
@@ -86,8 +99,6 @@ def partial_attention(
             blocks=blocks,
             mask=mask,
         )
-    check_inputs(query, key, value, positions, row_table, key_mask, key_start)
-    check_visibility(query, key, sliding_window, blocks)
     out = torch.empty(*query.shape[:3], value.shape[-1], dtype=torch.float32, device="cpu")
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device="cpu")
     query = (query.detach() if query.requires_grad else query).float()
@@ -174,7 +185,8 @@ def native_call(
         num_kv_heads=num_kv_heads,
         tokens=tokens,
         query_start=query_start,
-        sliding_window=min(sliding_window or 0, _LARGEST),
+        # 0: from the first, as a window beyond all positions has it.
+        sliding_window=0 if sliding_window is None or sliding_window > _LARGEST else sliding_window,
         block_size=0 if blocks is None else blocks.block_size,
         max_blocks=0 if blocks is None else blocks.indices.shape[2],
         softmax_scale=softmax_scale,
@@ -189,6 +201,10 @@ def error_of(code: int, call: NativeCall) -> SparseKVError:
             f"partial attention of {call.batch} x {call.num_heads} heads x {call.num_queries} "
             "queries: its workspace does not fit into memory; use fewer rows at a time"
         )
+    return _refusal(code)
+
+
+def _refusal(code: int) -> LayoutError:
     return LayoutError(f"partial attention was refused: {_LAYOUT_ERRORS[code]}")
 
 
@@ -204,17 +220,17 @@ def check_inputs(
     row_table: Tensor | None,
     key_mask: Tensor | None,
     key_start: Tensor | None,
+    *,
+    may_be_float64: bool = False,
 ) -> None:
-    """Raises a LayoutError unless the library can take these."""
-    names = ("query", "key", "value", "positions", "row_table", "key_mask", "key_start")
-    tensors = (query, key, value, positions, row_table, key_mask, key_start)
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor is not None and not (tensor.is_cpu and tensor.layout is torch.strided):
-            raise LayoutError(
-                f"{name} is {tensor.layout} on {tensor.device}: must be strided, on the CPU; "
-                "move or convert it"
-            )
-    _check_dtypes(query, key, value)
+    """Raises a LayoutError unless the library can take these, or torch's ops those in float64."""
+    required = (("query", query), ("key", key), ("value", value), ("positions", positions))
+    for name, tensor in required:
+        check_tensor(name, tensor)
+    for name, given in (("row_table", row_table), ("key_mask", key_mask), ("key_start", key_start)):
+        if given is not None:
+            check_tensor(name, given)
+    _check_dtypes(query, key, value, may_be_float64)
     _check_shapes(query, key, value)
     num_segments, batch = key.shape[0], query.shape[0]
     _check_integers("positions", positions, (num_segments,))
@@ -236,26 +252,107 @@ def check_inputs(
         )
 
 
-def check_visibility(
-    query: Tensor, key: Tensor, sliding_window: int | None, blocks: BlockLists | None
-) -> None:
-    """Raises a LayoutError for a window or lists that do not fit the tensors."""
-    if sliding_window is not None and sliding_window < 1:
-        raise LayoutError(f"sliding_window={sliding_window}: must be at least 1, or None")
-    if blocks is not None:
-        blocks.check_shape(query.shape[0], key.shape[2], query.device)
-
-
-def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if key.dtype not in DTYPES or value.dtype != key.dtype:
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Raises a LayoutError unless it is a strided tensor on the CPU."""
+    if not isinstance(tensor, Tensor):
+        raise LayoutError(f"{name} is a {type(tensor).__name__}: must be a tensor; make it one")
+    if not (tensor.is_cpu and tensor.layout is torch.strided):
         raise LayoutError(
-            f"key is {key.dtype}, value {value.dtype}: must be the same, float32, bfloat16 or "
-            "float16; convert them"
+            f"{name} is {tensor.layout} on {tensor.device}: must be strided, on the CPU; "
+            "move or convert it"
         )
-    if query.dtype not in (key.dtype, torch.float32):
+
+
+def check_scale(softmax_scale: float) -> None:
+    """Raises a LayoutError unless it is a number."""
+    if not isinstance(softmax_scale, Real):
+        raise LayoutError(f"softmax_scale={softmax_scale!r}: must be a number; give a float")
+
+
+def check_position(query_start: int) -> None:
+    """Raises a LayoutError unless it is a position: the library's integers wrap around."""
+    if not isinstance(query_start, int) or not -_LARGEST <= query_start <= _LARGEST:
         raise LayoutError(
-            f"query is {query.dtype}, the keys {key.dtype}: must be equal, or the query float32; "
-            "convert the query"
+            f"query_start={query_start!r}: must be a whole number of at most 2**48, or at least "
+            "-2**48; give the position of the first query token"
+        )
+
+
+def check_visibility(
+    query: Tensor,
+    key: Tensor,
+    query_start: int,
+    sliding_window: int | None,
+    blocks: BlockLists | None,
+) -> None:
+    """Raises a LayoutError for a position, a window or lists that do not fit the tensors."""
+    check_position(query_start)
+    if sliding_window is not None and not (isinstance(sliding_window, int) and sliding_window >= 1):
+        raise LayoutError(
+            f"sliding_window={sliding_window!r}: must be at least 1, a whole number, or None"
+        )
+    if blocks is None:
+        return
+    if not isinstance(blocks, BlockLists):
+        raise LayoutError(f"blocks is a {type(blocks).__name__}: must be BlockLists, or None")
+    blocks.check_shape(query.shape[0], key.shape[2], query.device)
+    check_tensor("blocks.indices", blocks.indices)
+    check_tensor("blocks.num_blocks", blocks.num_blocks)
+
+
+def _check_mask(query: Tensor, mask: Tensor) -> None:
+    check_tensor("mask", mask)
+    batch, num_heads, num_queries, _ = query.shape
+    if mask.dtype not in _MASK_DTYPES or not (
+        mask.dim() == 4
+        and mask.shape[0] in (1, batch)
+        and mask.shape[1] in (1, num_heads)
+        and mask.shape[2] == num_queries
+    ):
+        raise LayoutError(
+            f"mask {tuple(mask.shape)} of {mask.dtype}: must be bool, float16, bfloat16, float32 "
+            f"or float64, of shape ({batch} or 1, {num_heads} or 1, {num_queries}, positions); "
+            "convert it"
+        )
+
+
+def _check_contents(
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    row_table: Tensor | None,
+    key_mask: Tensor | None,
+    mask: Tensor | None,
+) -> None:
+    """What the native library checks itself, but for lists, and whether `mask` has all keys."""
+    num_segments, rows, _, tokens, _ = key.shape
+    if query.numel() == 0 or num_segments * tokens == 0:
+        return
+    first, last = (int(position) for position in positions.aminmax())
+    end = last + tokens
+    is_far = first < -_LARGEST or last > _LARGEST
+    if is_far or (key_mask is not None and (first < 0 or end > key_mask.shape[1])):
+        raise _refusal(_BAD_POSITION)
+    if mask is not None and (first < 0 or end > mask.shape[3]):
+        raise LayoutError(
+            f"positions {first} to {end - 1} of keys, and a mask of {mask.shape[3]}: must lie "
+            "within it; extend the mask"
+        )
+    if row_table is not None and not ((row_table >= 0) & (row_table < rows)).all():
+        raise _refusal(_BAD_ROW)
+
+
+def _check_dtypes(query: Tensor, key: Tensor, value: Tensor, may_be_float64: bool) -> None:
+    is_float64 = may_be_float64 and key.dtype == torch.float64
+    if (key.dtype not in DTYPES and not is_float64) or value.dtype != key.dtype:
+        raise LayoutError(
+            f"key is {key.dtype}, value {value.dtype}: must be the same, float32, bfloat16"
+            f"{', float16 or float64' if may_be_float64 else ' or float16'}; convert them"
+        )
+    if query.dtype != key.dtype and (is_float64 or query.dtype != torch.float32):
+        raise LayoutError(
+            f"query is {query.dtype}, the keys {key.dtype}: must be equal"
+            f"{'' if is_float64 else ', or the query float32'}; convert the query"
         )
 
 

@@ -10,6 +10,9 @@ from sparsekv.errors import LayoutError
 from sparsekv.kernels.cpu.jobs import Flag, Job, Signal, check_in_place, job_library, start
 from sparsekv.kernels.cpu.partial_attention import (
     check_inputs,
+    check_position,
+    check_scale,
+    check_tensor,
     error_of,
     is_contiguous_at_last,
     native_call,
@@ -44,34 +47,35 @@ class PreparedAttentionJob:
         Args:
             query: (batch, num_heads, num_queries, head_dim) float32, its last dimension contiguous:
                 read in place, as the keys are, after a job's flag was set.
-            parts: at least one.
+            parts: at least one, whose values have the same head_dim_v.
             out: (num_parts, batch, num_heads, num_queries, head_dim_v) float32, contiguous.
             lse: (num_parts, batch, num_heads, num_queries) float32, contiguous; NaN once a job has
                 ended that is not done.
             key_mask: (batch, positions) bool, its last dimension contiguous; None: all are seen.
 
         Raises:
-            LayoutError: a dtype, device, shape or stride breaks a rule, or there is no native
-                library.
+            LayoutError: a type, dtype, device, shape or stride breaks a rule, or there is no
+                native library.
         """
         self._library = job_library()
         uses = [query]
+        _check_parts(query, parts, key_mask)
+        check_scale(softmax_scale)
         check_in_place("query", query, torch.float32, is_contiguous_at_last(query))
         if key_mask is not None:
             check_in_place("key_mask", key_mask, torch.bool, is_contiguous_at_last(key_mask))
             uses.append(key_mask)
-        head_dim_v = parts[0][1].shape[-1] if parts else 0
-        shape = (len(parts), *query.shape[:3], head_dim_v)
+        shape = (len(parts), *query.shape[:3], parts[0][1].shape[-1])
         for name, tensor, wanted in (("out", out, shape), ("lse", lse, shape[:-1])):
-            if not parts or tensor.shape != wanted or tensor.device.type != "cpu":
+            check_tensor(name, tensor)
+            if tensor.shape != wanted:
                 raise LayoutError(
-                    f"{name} {tuple(tensor.shape)} on {tensor.device} for {len(parts)} parts: must "
-                    f"be {wanted} on the CPU, of one part or more; give such a tensor"
+                    f"{name} {tuple(tensor.shape)} for {len(parts)} parts: must be {wanted}; give "
+                    "such a tensor"
                 )
             check_in_place(name, tensor, torch.float32, tensor.is_contiguous())
         calls = []
         for i, (key, value, positions, row_table) in enumerate(parts):
-            check_inputs(query, key, value, positions, row_table, key_mask, None)
             positions = positions.contiguous()
             row_table = None if row_table is None else row_table.contiguous()
             uses += [key, value, positions] + ([] if row_table is None else [row_table])
@@ -108,10 +112,11 @@ class PreparedAttentionJob:
             wait, done: as `submit_partial_attention` has them.
 
         Raises:
-            LayoutError: positions lie out of range or beyond key_mask, or a row table names a row
-                that does not exist; nothing has been submitted.
+            LayoutError: query_start or positions lie out of range or beyond key_mask, or a row
+                table names a row that does not exist; nothing has been submitted.
             CapacityError: no memory or no thread for the job.
         """
+        check_position(query_start)
         for call in self._calls:
             call.query_start = query_start
         signal = self._signal
@@ -125,4 +130,26 @@ class PreparedAttentionJob:
             self._results,
             (*self._uses, wait[0].words, done[0].words),
             self._error_of,
+        )
+
+
+def _check_parts(query: Tensor, parts: Sequence[KeyPart], key_mask: Tensor | None) -> None:
+    """Raises a LayoutError unless the library can take each with the query, and all in one room."""
+    if not isinstance(parts, (list, tuple)):
+        raise LayoutError(f"parts is a {type(parts).__name__}: must be a list; put them into one")
+    if not parts:
+        raise LayoutError("0 parts for out and lse: must be at least one; give the keys")
+    for part in parts:
+        if not isinstance(part, tuple) or len(part) != 4:
+            raise LayoutError(
+                f"a part is a {type(part).__name__}: must be a tuple of key, value, positions and "
+                "row_table or None; give such a tuple"
+            )
+        key, value, positions, row_table = part
+        check_inputs(query, key, value, positions, row_table, key_mask, None)
+    sizes = {part[1].shape[-1] for part in parts}
+    if len(sizes) > 1:
+        raise LayoutError(
+            f"values of head_dim_v {sorted(sizes)}: must be the same in all parts, whose results "
+            "lie in one tensor; make a job of each"
         )

@@ -19,6 +19,8 @@ from sparsekv.kernels.torch_ops.visibility import Visibility, either, hidden_and
 WORKSPACE_BYTES = 16 * 2**20
 """What one block may take: scores, masks, and keys and values that are converted or gathered."""
 
+_LARGEST_WINDOW = 2**50
+
 _KEYS_WORTH_A_PRODUCT = 512
 """A block is given this many keys, if there are, before it is given a second query token."""
 
@@ -59,7 +61,8 @@ def partial_attention(
         query_start=query_start,
         key_mask=key_mask,
         key_start=key_start,
-        sliding_window=sliding_window,
+        # A window beyond all positions, which may not fit into an int64, hides nothing.
+        sliding_window=None if sliding_window is None else min(sliding_window, _LARGEST_WINDOW),
         mask=mask,
     )
     source = (

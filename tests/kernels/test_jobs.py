@@ -597,8 +597,9 @@ def test_what_cannot_be_prepared_is_refused() -> None:
     for parts, room in (([], out), ([part] * 2, out), ([part], out[..., :8]), ([part], out.half())):
         with pytest.raises(LayoutError, match="out"):
             PreparedAttentionJob(CASE["query"], parts, 0.25, out=room, lse=lse)
+    half = (part[0].half(), part[1].half(), part[2], None)
     with pytest.raises(LayoutError, match="reads it in place"):
-        PreparedAttentionJob(CASE["query"].half(), [part], 0.25, out=out, lse=lse)
+        PreparedAttentionJob(CASE["query"].half(), [half], 0.25, out=out, lse=lse)
     words, row_table = Words(1), torch.tensor([[0, 0], [0, 2]])
     prepared = PreparedAttentionJob(
         CASE["query"],

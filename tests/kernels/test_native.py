@@ -1,7 +1,7 @@
-"""The native library: accuracy, instruction sets, threads, forks and wrong inputs.
+"""The native library: accuracy, instruction sets, threads and forks.
 
-What it shares with the other implementations is tested in test_partial_attention.py, how it is
-found and built in test_library.py.
+What it shares with the other implementations is tested in test_partial_attention.py, what it
+refuses in test_wrong_attention.py, how it is found and built in test_library.py.
 """
 
 import contextlib
@@ -17,15 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from native_ops import ISAS, NATIVE_OPS, NativeOp
 from native_process import run_python
-from torch import Tensor
 
-from sparsekv.errors import LayoutError, SparseKVError
+from sparsekv.errors import LayoutError
 from sparsekv.kernels import cpu, reference, torch_ops
-from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.cpu import library
 
 ROOT = Path(__file__).parents[2]
@@ -454,90 +450,3 @@ def test_no_source_uses_streams() -> None:
     for source in (ROOT / "kernels" / "cpu").glob("*.[ch]*"):
         text = source.read_text(encoding="utf-8")
         assert not re.search(r"#include <(fstream|sstream|iostream|iomanip|locale|regex)>", text)
-
-
-# Wrong inputs
-
-
-def wrong(**changes: Any) -> dict[str, Any]:
-    return make_case(torch.bfloat16) | changes
-
-
-KEY = make_case(torch.bfloat16)["key"]
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (wrong(query=torch.zeros(2, 8, 1, 64, dtype=torch.float16)), "query is torch.float16"),
-        (wrong(value=KEY.float()), "value torch.float32"),
-        (wrong(key=KEY.long(), value=KEY.long()), "key is torch.int64"),
-        (wrong(query=torch.zeros(2, 8, 1, 32)), "head_dim must be equal"),
-        (wrong(query=torch.zeros(2, 7, 1, 64)), "a multiple of num_kv_heads"),
-        (wrong(query=torch.zeros(3, 8, 1, 64)), "query has 3 rows"),
-        (wrong(query=torch.zeros(8, 1, 64)), "must be"),
-        (wrong(value=KEY[:, :, :, :5]), "the same but for dim"),
-        (wrong(key=KEY.transpose(3, 4).contiguous().transpose(3, 4)), "last dimension contiguous"),
-        (wrong(value=KEY[..., :0]), "at least one"),
-        (wrong(key=KEY.to("meta")), "key is torch.strided on meta"),
-        (wrong(positions=torch.arange(2)), "positions"),
-        (wrong(positions=torch.arange(3.0)), "positions"),
-        (wrong(positions=torch.full((3,), 2**60)), "positions lie out of range"),
-        (wrong(row_table=torch.zeros(2, 3, dtype=torch.int64)), "row_table"),
-        (wrong(row_table=torch.full((3, 2), 2)), "row_table names"),
-        (wrong(row_table=torch.full((3, 2), -1)), "row_table names"),
-        (wrong(key_mask=torch.ones(2, 230, dtype=torch.bool)), "beyond key_mask"),
-        (wrong(key_mask=torch.ones(2, 231)), "key_mask"),
-        (wrong(key_mask=torch.ones(1, 231, dtype=torch.bool)), "key_mask"),
-        (wrong(key_start=torch.zeros(2)), "key_start"),
-        (wrong(key_start=torch.zeros(3, dtype=torch.int64)), "key_start"),
-        (wrong(key_start=torch.zeros(2, dtype=torch.int64, device="meta")), "key_start is"),
-    ],
-)
-def test_wrong_inputs_raise(case: dict[str, Any], message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        cpu.partial_attention(**case)
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_nothing_given_to_the_op_ends_the_process(data: st.DataObject) -> None:
-    dim = st.integers(0, 5)
-
-    def tensor(rank: int, dtype: torch.dtype) -> Tensor:
-        shape = data.draw(st.lists(dim, min_size=rank, max_size=rank))
-        made = torch.ones(shape).to(dtype)
-        return made.transpose(-1, -2) if rank > 1 and data.draw(st.booleans()) else made
-
-    dtype = data.draw(st.sampled_from([*DTYPES, torch.int8, torch.float64]))
-    key = tensor(data.draw(st.sampled_from([5, 5, 5, 4])), dtype)
-    case = {
-        "query": tensor(4, dtype),
-        "key": key,
-        "value": data.draw(st.sampled_from([key, key[..., :1], tensor(5, dtype)])),
-        "positions": tensor(1, torch.int64) * data.draw(st.integers(-(2**62), 2**62)),
-        "softmax_scale": data.draw(st.floats(width=32)),
-        "query_start": data.draw(st.integers(-(2**63), 2**63 - 1)),
-    }
-    if data.draw(st.booleans()):
-        case["row_table"] = tensor(2, torch.int64) * data.draw(st.integers(-9, 9))
-    if data.draw(st.booleans()):
-        case["key_mask"] = tensor(2, torch.bool)
-    any_integer = st.integers(-(2**63), 2**63 - 1)
-    if data.draw(st.booleans()):
-        case["key_start"] = tensor(1, torch.int64) * data.draw(any_integer)
-    if data.draw(st.booleans()):
-        case["sliding_window"] = data.draw(st.integers(-1, 3) | st.integers(-(2**70), 2**70))
-    if dtype == torch.float64:
-        return  # torch's ops compute that
-    with contextlib.suppress(SparseKVError):
-        if data.draw(st.booleans()):
-            indices = tensor(3, torch.int64) * data.draw(st.integers(-1, 2) | any_integer)
-            num_blocks = torch.ones(indices.shape[:2], dtype=torch.int64)
-            case["blocks"] = BlockLists(
-                indices=indices,
-                num_blocks=num_blocks * data.draw(st.integers(-1, 5) | any_integer),
-                block_size=data.draw(st.integers(0, 5) | st.integers(-(2**70), 2**70)),
-            )
-        out, lse = cpu.partial_attention(**case)
-        assert out.shape[:3] == lse.shape
