@@ -51,17 +51,17 @@ int granted(double quota, double period, int limit) {
 }
 
 // The process's control group and each one above it, in both versions of the interface.
-int within_cgroup(int limit) {
-  for (const std::string& line : read_lines("/proc/self/cgroup")) {
+int within_cgroup(int limit, const std::string& root) {
+  for (const std::string& line : read_lines(root + "proc/self/cgroup")) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
     const bool unified = controllers == ",,";
     if (!unified && controllers.find(",cpu,") == std::string::npos) continue;
-    const std::string root = unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/cpu";
+    const std::string top = root + (unified ? "sys/fs/cgroup" : "sys/fs/cgroup/cpu");
     std::string path = line.substr(second + 1);
     for (;;) {
-      const std::string folder = root + (path == "/" ? "" : path);
+      const std::string folder = top + (path == "/" ? "" : path);
       const std::string text = unified  // "max 100000", or "150000 100000"
                                    ? read_line(folder + "/cpu.max")
                                    : read_line(folder + "/cpu.cfs_quota_us") + " " +
@@ -77,17 +77,25 @@ int within_cgroup(int limit) {
 
 }  // namespace
 
-// Threads of one core name the same siblings; a processor that names none counts as a core.
-std::vector<std::vector<int>> physical_cores() {
-  std::vector<std::vector<int>> cores;
+std::vector<int> allowed_processors() {
+  std::vector<int> processors;
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return cores;  // over 1024 processors
-  std::map<std::string, size_t> known;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return {};  // over 1024 processors
   for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-    if (!CPU_ISSET(cpu, &allowed)) continue;
+    if (CPU_ISSET(cpu, &allowed)) processors.push_back(cpu);
+  }
+  return processors;
+}
+
+// Threads of one core name the same siblings; a processor that names none counts as a core.
+std::vector<std::vector<int>> physical_cores(const std::vector<int>& processors,
+                                             const std::string& root) {
+  std::vector<std::vector<int>> cores;
+  std::map<std::string, size_t> known;
+  for (const int cpu : processors) {
     const std::string number = std::to_string(cpu);
-    const std::string siblings = read_line("/sys/devices/system/cpu/cpu" + number +
+    const std::string siblings = read_line(root + "sys/devices/system/cpu/cpu" + number +
                                            "/topology/thread_siblings_list");
     const std::string name = siblings.empty() ? "alone " + number : siblings;
     const auto [core, is_new] = known.emplace(name, cores.size());
@@ -97,10 +105,10 @@ std::vector<std::vector<int>> physical_cores() {
   return cores;
 }
 
-int default_thread_count() {
-  const int cores = int(physical_cores().size());
+int default_thread_count(const std::vector<int>& processors, const std::string& root) {
+  const int cores = int(physical_cores(processors, root).size());
   const int there = cores > 0 ? cores : int(std::thread::hardware_concurrency());
-  return std::max(1, within_cgroup(std::max(1, there)) - 1);
+  return std::max(1, within_cgroup(std::max(1, there), root) - 1);
 }
 
 void pin_to(const std::vector<int>& processors) {

@@ -37,6 +37,9 @@ struct Words {
   }
 };
 
+void test_plan();
+void test_cores();
 void test_loops();
 void test_jobs();
 void test_attention();
+void test_gather();
