@@ -87,8 +87,9 @@ def _print_fit(plan: Plan) -> None:
     if not plan.fits and not plan.remedies:
         print_text("No smaller batch, shorter context or smaller window makes it fit.")
     print_text(
-        "Weights and the cache are counted. Activations are not, nor a prompt's keys and values on "
-        "their way from the GPU, nor what the CPU's memory holds ahead of need: leave room for them."
+        "Weights and the cache are counted. Activations are not, nor a prompt's keys and values "
+        "on their way from the GPU, nor what the CPU's memory holds ahead of need: leave room for "
+        "them."
     )
 
 
