@@ -158,17 +158,16 @@ def _build(compiler: list[str], library: Path) -> None:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                errors="replace",
             )
             for source, made in sources.items()
         ]
         try:
             for process in running:
                 output, _ = process.communicate(timeout=_COMPILE_SECONDS)
-                _check(process.args, process.returncode, output)
+                _check(compiler, process.returncode, output)
         except subprocess.TimeoutExpired as error:
-            raise BuildError(
-                f"{shlex.join(compiler)} took more than {_COMPILE_SECONDS} s"
-            ) from error
+            raise _too_slow(compiler) from error
         finally:
             for process in running:
                 process.kill()
@@ -180,22 +179,35 @@ def _build(compiler: list[str], library: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_COMPILE_SECONDS,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_COMPILE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _too_slow(command) from error
+    except OSError as error:
+        raise BuildError(f"`{shlex.join(command)}` cannot be run: {error}", _WRONG_CXX) from error
     _check(command, done.returncode, done.stdout)
     return done.stdout
 
 
-def _check(command: object, code: int, output: str) -> None:
+def _check(command: list[str], code: int, output: str) -> None:
     if code != 0:
-        words = command if isinstance(command, list) else [command]
-        last = "\n".join(output.strip().splitlines()[-5:])
-        raise BuildError(
-            f"`{' '.join(map(str, words))}` failed with {code}:\n{last}", _NEEDS_COMPILER
-        )
+        why = _telling_line(output)
+        raise BuildError(f"`{shlex.join(command)}` failed with {code}: {why}", _NEEDS_COMPILER)
+
+
+def _telling_line(output: str) -> str:
+    """Of what a compiler said: its first error, or else its last word."""
+    lines = output.strip().splitlines() or ["it said nothing"]
+    return next((line for line in lines if "error" in line), lines[-1]).strip()
+
+
+def _too_slow(command: list[str]) -> BuildError:
+    return BuildError(f"`{shlex.join(command)}` took more than {_COMPILE_SECONDS} s")

@@ -140,6 +140,31 @@ def test_a_wrong_cxx_is_named_and_no_other_compiler_used(
     assert not build.cache_folder().exists()
 
 
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("not a program", "cannot be run: .*Exec format error"),
+        (
+            "#!/bin/sh\nprintf 'one: fatal error: \\377\\nsecond\\n'; exit 3",
+            "failed with 3: one: fatal",
+        ),
+        ("#!/bin/sh\nexit 4", "failed with 4: it said nothing"),
+        ("#!/bin/sh\nsleep 60", "took more than 0.5 s"),
+    ],
+)
+def test_whatever_a_compiler_does_is_one_line_for_the_user(
+    script: str, message: str, small_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = small_sources.parent / "cxx"
+    compiler.write_text(script)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "_COMPILE_SECONDS", 0.5)
+    with pytest.raises(build.BuildError, match=message) as raised:
+        build.built_library()
+    assert len(str(raised.value).splitlines()) == 1
+
+
 # Forks. Whoever waits for ever is ended by its alarm.
 
 LOADING = """
