@@ -10,6 +10,7 @@ from native_process import run_python
 
 from sparsekv.kernels import cpu
 from sparsekv.kernels.cpu import library
+from sparsekv.regions import control_groups
 
 # For each step, the number of threads and the processors that each may use.
 REPORT = """
@@ -54,8 +55,8 @@ def physical_cores() -> list[list[int]]:
     return list(cores.values())
 
 
-def reports(*steps: Any) -> list[list[list[int]]]:
-    done = run_python(REPORT.replace("STEPS", repr(steps)))
+def reports(*steps: Any, **environment: str) -> list[list[list[int]]]:
+    done = run_python(REPORT.replace("STEPS", repr(steps)), **environment)
     assert done.stderr == ""
     found: list[list[list[int]]] = json.loads(done.stdout)
     return found
@@ -83,8 +84,15 @@ def test_threads_are_pinned_to_cores_of_the_mask_at_their_start() -> None:
     ]
 
 
-def test_the_default_leaves_one_core_to_others() -> None:
+def default_threads(cores: int) -> int:
+    limit = control_groups.cpu_limit()
+    granted = cores if limit is None else min(cores, max(1, int(limit)))
+    return max(1, granted - 1)
+
+
+@pytest.mark.parametrize("openmp", ["1", "3"])
+def test_the_default_leaves_one_core_to_others_whatever_openmp_is_told(openmp: str) -> None:
     cores = physical_cores()
-    ((*threads,),) = reports((sorted(os.sched_getaffinity(0)), None))
-    assert 1 <= len(threads) <= max(1, len(cores) - 1)  # fewer where a cgroup grants less
-    assert threads == cores[: len(threads)]
+    step = (sorted(os.sched_getaffinity(0)), None)
+    ((*threads,),) = reports(step, OMP_NUM_THREADS=openmp)
+    assert threads == cores[: default_threads(len(cores))]
