@@ -168,6 +168,20 @@ def test_the_largest_numbers_are_no_error(
         assert (none[1] == -torch.inf).all()
 
 
+@needs_library
+@pytest.mark.parametrize("query_start", [2**70, -(2**48) - 1, 230.0, None])
+def test_a_prepared_job_is_submitted_at_a_position_alone(query_start: Any) -> None:
+    """Those beyond 64 bits would wrap around, to a wrong answer."""
+    case = wrong()
+    part = (case["key"], case["value"], case["positions"], None)
+    out, lse = torch.zeros(1, 2, 8, 1, 64), torch.zeros(1, 2, 8, 1)
+    job = PreparedAttentionJob(case["query"].float(), [part], 0.125, out=out, lse=lse)
+    flags = [Flag(torch.zeros(1, dtype=torch.int32)) for _ in range(2)]
+    with pytest.raises(LayoutError, match=r"query_start=.*: must be a whole number"):
+        job.submit(query_start, (flags[0], 0), (flags[1], 1))
+    assert flags[1].value == 0
+
+
 # Anything
 
 
