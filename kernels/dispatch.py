@@ -222,8 +222,8 @@ def num_attending_threads() -> int:
 
 
 def copy_jobs() -> Callable[..., Job] | None:
-    """What submits the copy of a segment to its place as a job; None as above."""
-    return None if native_library() is None else jobs.submit_copy
+    """What submits copies of segments to their places as a job; None as above."""
+    return None if native_library() is None else jobs.submit_copies
 
 
 def lightning_indexer_for(device: torch.device) -> LightningIndexer:

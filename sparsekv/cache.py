@@ -435,7 +435,7 @@ class InplaceKVCache:
             names = [place.region for place in self._placement.places[first:end]]
             progress = evict(layer, window, self._outbox, names)
         except BaseException:
-            self.settle()  # nothing may be under way to slots that are given up
+            self._let_end()  # nothing may be under way to slots that are given up
             layer.trim(self._placement)
             self._forget_unreached()
             raise
@@ -688,11 +688,20 @@ class InplaceKVCache:
         comes.
         """
         self._check_usable()
-        self.settle()
+        self._let_end()
         self._start(self.spec.batch_size)
 
     def settle(self) -> None:
-        """Return when host memory is not written or read any more by what was begun before."""
+        """Return when host memory is not written or read any more by what was begun before.
+
+        Raises:
+            CacheStateError: what has been placed is not where it should be.
+        """
+        self._let_end()
+        for layer in self._layers:
+            layer.settle()
+
+    def _let_end(self) -> None:
         self._fitting_tokens = 0  # the regions may be about to change
         self._outbox.synchronize()
         self.ping_pong.synchronize()
@@ -733,7 +742,7 @@ class InplaceKVCache:
         """
         self._closed = reason
         if os.getpid() == self._pid:
-            self.settle()
+            self._let_end()
         self._layers = []
 
     def save(self, path: str | os.PathLike[str]) -> None:

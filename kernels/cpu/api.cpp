@@ -110,15 +110,18 @@ int32_t sparsekv_submit_partial_attention(const sparsekv_partial_attention_call*
   });
 }
 
-int32_t sparsekv_submit_gather_blocks(const sparsekv_gather_blocks_call* call,
+int32_t sparsekv_submit_gather_blocks(const sparsekv_gather_blocks_call* calls, int64_t count,
                                       const sparsekv_signal* signal, int64_t* job) {
-  if (!call) return SPARSEKV_BAD_ARGUMENT;
+  if (!calls || count < 1) return SPARSEKV_BAD_ARGUMENT;
   const CopyKernel& kernel = copy_kernel_for(isa_in_use().load()->vectors->name);
   return submit_job(signal, job, [&] {
-    return [call = *call, kernel = &kernel] {
-      const int32_t wrong = check(call);
-      if (wrong == SPARSEKV_OK) gather_blocks(call, *kernel);
-      return wrong;
+    return [submitted = std::vector(calls, calls + count), kernel = &kernel] {
+      for (const sparsekv_gather_blocks_call& each : submitted) {
+        const int32_t wrong = check(each);
+        if (wrong != SPARSEKV_OK) return wrong;
+        gather_blocks(each, *kernel);
+      }
+      return int32_t(SPARSEKV_OK);
     };
   });
 }

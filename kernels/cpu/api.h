@@ -6,7 +6,7 @@
 #define SPARSEKV_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Counted up when anything below changes its meaning; checked by who loads the library.
-#define SPARSEKV_INTERFACE 5
+#define SPARSEKV_INTERFACE 6
 
 enum {
   SPARSEKV_OK = 0,
@@ -128,9 +128,11 @@ SPARSEKV_EXPORT int32_t sparsekv_submit_partial_attention(
     const sparsekv_partial_attention_call* calls, int64_t count, const sparsekv_signal* signal,
     int64_t* job);
 
-// The copy of blocks as a job: all that the struct points to is read in place.
-SPARSEKV_EXPORT int32_t sparsekv_submit_gather_blocks(const sparsekv_gather_blocks_call* call,
-                                                      const sparsekv_signal* signal, int64_t* job);
+// Copies of blocks as a job: `count` calls, one after the other, whose structs are copied; all that
+// they point to is read in place.
+SPARSEKV_EXPORT int32_t sparsekv_submit_gather_blocks(const sparsekv_gather_blocks_call* calls,
+                                                      int64_t count, const sparsekv_signal* signal,
+                                                      int64_t* job);
 
 // Waits until the job has ended, or for so many seconds, then tells its status and error code.
 SPARSEKV_EXPORT int32_t sparsekv_job_wait(int64_t job, double seconds, int32_t* status,

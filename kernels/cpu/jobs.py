@@ -10,7 +10,7 @@ import enum
 import functools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ __all__ = [
     "check_in_place",
     "job_library",
     "start",
-    "submit_copy",
+    "submit_copies",
     "submit_partial_attention",
 ]
 
@@ -305,25 +305,35 @@ def submit_partial_attention(
     )
 
 
-def submit_copy(source: Tensor, out: Tensor, wait: tuple[Flag, int] | None = None) -> Job:
-    """The copy of a segment to its place as a job, whose result is `out`; `copy_segment` of
-    kernels.dispatch defines it.
+def submit_copies(
+    copies: Sequence[tuple[Tensor, Tensor]],
+    wait: tuple[Flag, int] | None = None,
+    done: tuple[Flag, int] | None = None,
+) -> Job:
+    """Copies of segments to their places, one after the other, as a job, whose results are the
+    places; `copy_segment` of kernels.dispatch defines each.
 
     Args:
-        source: (rows, num_kv_heads, tokens, dim), read after the flag was set.
-        out: likewise.
-        wait: as `submit_partial_attention` has it.
+        copies: at least one source, read after the flag was set, and its place: both (rows,
+            num_kv_heads, tokens, dim).
+        wait, done: as `submit_partial_attention` has them.
 
     Raises:
         LayoutError: as there.
         CapacityError: no memory or no thread for the job.
     """
-    library, call = job_library(), copy_call(source, out)
+    library, calls = job_library(), [copy_call(*copy) for copy in copies]
+    if not calls:
+        raise LayoutError("0 copies: a job has at least one; give the segments")
+    array = (type(calls[0]) * len(calls))(*calls)
     return start(
-        functools.partial(library.sparsekv_submit_gather_blocks, ctypes.byref(call)),
-        _signal(wait, None, None),
-        (out,),
-        (source, *((wait[0].words,) if wait else ())),
+        functools.partial(library.sparsekv_submit_gather_blocks, array, len(calls)),
+        _signal(wait, done, None),
+        tuple(out for _, out in copies),
+        (
+            *(source for source, _ in copies),
+            *(word[0].words for word in (wait, done) if word is not None),
+        ),
         error_of_copy,
     )
 

@@ -28,7 +28,7 @@ from sparsekv.kernels.cpu.build import (
 
 logger = logging.getLogger(__name__)
 
-_INTERFACE = 5  # SPARSEKV_INTERFACE of api.h
+_INTERFACE = 6  # SPARSEKV_INTERFACE of api.h
 _CHOICES = ("auto", "native", "torch")
 _REMEDY = "remove it, or install sparsekv again"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of keys and values, in api.h
@@ -248,12 +248,9 @@ def _open(path: Path) -> Any:
     functions.sparsekv_partial_attention.argtypes = (ctypes.c_void_p,)
     functions.sparsekv_gather_blocks.argtypes = (ctypes.c_void_p,)
     signal_and_job = (ctypes.c_void_p, ctypes.c_void_p)
-    functions.sparsekv_submit_partial_attention.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        *signal_and_job,
-    )
-    functions.sparsekv_submit_gather_blocks.argtypes = (ctypes.c_void_p, *signal_and_job)
+    for submit in ("sparsekv_submit_partial_attention", "sparsekv_submit_gather_blocks"):
+        calls = (ctypes.c_void_p, ctypes.c_int64)
+        getattr(functions, submit).argtypes = (*calls, *signal_and_job)
     wait = (ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p)
     functions.sparsekv_job_wait.argtypes = wait
     functions.sparsekv_job_cancel.argtypes = (ctypes.c_int64,)

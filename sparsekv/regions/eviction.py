@@ -37,13 +37,14 @@ def evict(layer: LayerStore, window: Window, outbox: Outbox, names: Sequence[str
     outbox.follow(None if progress.fill else layer.given)
     sources = [] if progress.windows is None else list(progress.windows)
     if progress.fill:
-        window.leave(outbox.stream)
         sources.insert(0, window.elements)
     for start, source in zip(range(0, len(names), per_window), sources, strict=True):
         outbox.send(source, list(_targets(layer, names[start : start + per_window], firsts)))
     used = len(names) // per_window * window_size - progress.fill
     rest = progress.num_pending - used
     layer.arrival = outbox.arrival()
+    if progress.fill:
+        window.leave(layer.arrival.copied)
     pending = progress.narrow(used, rest) if rest else None
     return Progress(progress.num_segments + len(names), 0, pending)
 

@@ -1,29 +1,36 @@
 """The way of evicted windows from the accelerator to their slots, beside the computation.
 
 What goes to registered slots is copied there. What goes to others passes a ring of registered
-buffers, from which the native library's threads put it in place once steps have made flags, and a
-thread of Python's before and without it; where the system registers none, the caller waits for its
-copy. Copies only.
+buffers, from which the native library's threads put it in place once steps have made flags: the
+stream itself waits for them before it fills a buffer again, and the caller for nothing. Before that
+and without the library a thread of Python's puts it in place; where the system registers none, the
+caller waits for its copy. Copies only.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
-from sparsekv.device import Event
-from sparsekv.errors import SparseKVError
+from sparsekv.device import Event, Stream
+from sparsekv.errors import CacheStateError, SparseKVError
 from sparsekv.format import PartitionSpec
-from sparsekv.kernels.dispatch import Flag, Job, copy_jobs
-from sparsekv.regions.registration import Registrar
+from sparsekv.kernels.dispatch import Flag, Job, JobStatus, copy_jobs
+from sparsekv.regions.registration import NUM_FLAGS, Registrar
 from sparsekv.regions.window import window_shape
 
 _MOST_BOUNCES = 4
 """Windows that may wait for the host: enough for it to work while the next ones are copied."""
+_MOST_PLACINGS = NUM_FLAGS - _MOST_BOUNCES
+"""Each has a flag of its own for its end: were it shared, one that is cancelled would tell that an
+earlier one has ended.
+"""
 _MOST_BEHIND = 2
 """Layers of a prompt that may wait for their copies, and keep their keys and values meanwhile: the
 accelerator always has one more to compute, however long the caller waits for the one before it.
@@ -36,7 +43,7 @@ class Arrival:
 
     copied: Event
     """It has left the accelerator: registered slots are filled."""
-    placed: tuple[Event, ...]
+    placed: tuple[Placing, ...]
     """The host has put the rest in its slots."""
 
     def synchronize(self) -> None:
@@ -46,35 +53,90 @@ class Arrival:
 
 
 Pairs = list[tuple[Tensor, Tensor]]
-"""Slots, and the registered memory that holds what goes there."""
+"""Registered memory, and the slots where its contents go."""
+
+
+class Placing(Protocol):
+    """The host puts in place what lies in a bounce."""
+
+    def is_done(self) -> bool:
+        """Whether it has; waits for nothing."""
+
+    def synchronize(self) -> None:
+        """Return when it has."""
+
+    def hold(self, stream: Stream) -> None:
+        """Let what follows on `stream` begin when it has."""
+
+
+class _PlacingByFunction:
+    """A thread of Python's does."""
+
+    def __init__(self, stream: Stream, pairs: Pairs) -> None:
+        self._is_done = False
+        self._event = stream.then(partial(self._run, pairs))
+
+    def _run(self, pairs: Pairs) -> None:
+        _put(pairs)
+        self._is_done = True
+
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def hold(self, stream: Stream) -> None:
+        stream.wait(self._event)
 
 
 @dataclass(slots=True)
-class _Placing:
-    """Jobs that put in place what has left the accelerator at `copied`."""
+class _PlacingByJob:
+    """The native library's threads do."""
 
+    job: Job
+    pairs: Pairs
+    bounce: _Bounce
     copied: Event
-    jobs: list[tuple[Job, Pairs]]
+    """The bounce is full."""
+    done: tuple[Tensor, int]
+    """The flag that the job sets, whichever way it ends, and to what."""
+    is_in_place: bool = False
+    """Known to be."""
+
+    def is_done(self) -> bool:
+        return self.is_in_place or self.job.status == JobStatus.DONE
 
     def synchronize(self) -> None:
+        if self.is_in_place:
+            return
         self.copied.synchronize()
-        while self.jobs:
-            job, pairs = self.jobs[-1]
-            try:
-                job.wait()
-            except SparseKVError:  # it has not begun, and never will
-                _put(pairs)
-            self.jobs.pop()
+        try:
+            self.job.wait()
+        except SparseKVError as error:
+            if self.bounce.turn != self.done[1]:
+                raise CacheStateError(
+                    "a segment on its way to the unpinned region is lost, since the job that takes "
+                    f"it there did not run ({error}): reset the cache"
+                ) from error
+            _put(self.pairs)
+        self.is_in_place = True
+
+    def hold(self, stream: Stream) -> None:
+        stream.wait_flag(*self.done)
 
 
 @dataclass(slots=True)
 class _Bounce:
-    """Registered host memory of one window, and when it was emptied last."""
+    """Registered host memory of one window."""
 
     elements: Tensor
     index: int
     """Of its flag, which is set to the turn in which it was filled."""
-    emptied: Event | None = None
+    turn: int = 0
+    """The last in which it was filled, or will be."""
+    placing: Placing | None = None
+    """Of what it holds; None: nothing yet."""
 
 
 class Outbox:
@@ -92,6 +154,10 @@ class Outbox:
         self._is_whole = False
         """Whether no more buffers are to be made for the ring."""
         self._turn = 0
+        self._placings: deque[Placing] = deque()
+        """Those that may not be done, in the order of their turns."""
+        self._unasked: list[Placing] = []
+        """Those that no `arrival` has told of."""
         self._behind: deque[Event] = deque()
 
     def is_ready(self, num_rows: int) -> bool:
@@ -148,13 +214,18 @@ class Outbox:
             self._send_by_host(others, source)
 
     def arrival(self) -> Arrival:
-        """When everything sent so far is there."""
-        placed = (bounce.emptied for bounce in self._ring)
-        return Arrival(self.stream.record(), tuple(event for event in placed if event is not None))
+        """When everything is there that was sent since the last such call."""
+        placings, self._unasked = tuple(self._unasked), []
+        return Arrival(self.stream.record(), placings)
 
     def synchronize(self) -> None:
-        """Return when everything sent so far is there."""
-        self.arrival().synchronize()
+        """Return when nothing is under way. What is lost is told to who waits for its arrival."""
+        self.stream.synchronize()
+        for placing in self._placings:
+            with suppress(CacheStateError):
+                placing.synchronize()
+        self._placings.clear()
+        self._unasked.clear()
 
     def _send_by_host(self, others: list[tuple[Tensor, Tensor]], window: Tensor) -> None:
         bounce = self._next_bounce(window)
@@ -168,35 +239,47 @@ class Outbox:
             passing = bounce.elements[first : first + len(taken)]
             first += len(taken)
             self.stream.copy_to_host(passing, taken)
-            pairs.append((target, passing))
-        bounce.emptied = self._place(bounce, pairs)
-
-    def _place(self, bounce: _Bounce, pairs: Pairs) -> Event:
-        """Have the host put in place what is on its way into `bounce`."""
-        submit, words = copy_jobs(), self._registrar.flags
-        if submit is None or words is None:
-            return self.stream.then(partial(_put, pairs))
-        flag = Flag(words[1], bounce.index)
-        jobs: list[tuple[Job, Pairs]] = []
-        for target, passing in pairs:
-            # Many tokens a head: the threads share them.
-            cut = passing.shape[1], self._spec.segment_tokens * passing.shape[2], -1
-            views = (tensor.view(len(passing), *cut) for tensor in (passing, target))
-            jobs.append((submit(*views, wait=(flag, self._turn)), [(target, passing)]))
-        self.stream.write_flag(flag.words[flag.index], self._turn)
-        return _Placing(self.stream.record(), jobs)
+            pairs.append((passing, target))
+        bounce.placing = self._placing(bounce, pairs)
+        self._placings.append(bounce.placing)
+        self._unasked.append(bounce.placing)
 
     def _next_bounce(self, window: Tensor) -> _Bounce | None:
+        """One that the stream may fill from here on; None: there is none."""
         self.prepare(window.shape[1])
         if not self._ring:
             return None
+        while self._placings and (
+            self._placings[0].is_done() or len(self._placings) == _MOST_PLACINGS
+        ):
+            with suppress(CacheStateError):
+                self._placings[0].synchronize()
+            self._placings.popleft()
         bounce = self._ring[self._turn % len(self._ring)]
         self._turn += 1
-        if bounce.emptied is not None:
-            bounce.emptied.synchronize()
+        if bounce.placing is not None:
+            bounce.placing.hold(self.stream)
+        bounce.turn = self._turn
         return bounce
+
+    def _placing(self, bounce: _Bounce, pairs: Pairs) -> Placing:
+        """Have the host put in place what is on its way into `bounce`."""
+        submit, flags = copy_jobs(), self._registrar.flags
+        if submit is None or flags is None:
+            return _PlacingByFunction(self.stream, pairs)
+        words, turn = flags[1], bounce.turn
+        filled, done = bounce.index, _MOST_BOUNCES + turn % _MOST_PLACINGS
+        copies = [tuple(map(self._as_tokens, pair)) for pair in pairs]
+        job = submit(copies, (Flag(words, filled), turn), (Flag(words, done), turn))
+        self.stream.write_flag(words[filled], turn)
+        return _PlacingByJob(job, pairs, bounce, self.stream.record(), (words[done], turn))
+
+    def _as_tokens(self, segments: Tensor) -> Tensor:
+        """Many tokens a head: the threads share them."""
+        count, rows, num_kv_heads, _ = segments.shape
+        return segments.view(count, rows, num_kv_heads * self._spec.segment_tokens, -1)
 
 
 def _put(pairs: Pairs) -> None:
-    for target, passing in pairs:
+    for passing, target in pairs:
         target.copy_(passing)

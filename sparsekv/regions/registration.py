@@ -18,7 +18,7 @@ from sparsekv.regions.host_buffer import buffer_mapping, buffer_on
 from sparsekv.regions.memory import Mapping
 from sparsekv.regions.pool import Lease
 
-NUM_FLAGS = 64
+NUM_FLAGS = 256
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from sparsekv.device import Accelerator, Stream
+from sparsekv.device import Accelerator, Event
 from sparsekv.errors import LayoutError
 from sparsekv.format import PartitionSpec
 from sparsekv.kernels.dispatch import DecodeOps, decode_ops_for
@@ -20,7 +20,7 @@ class Window:
 
     def __init__(self, accelerator: Accelerator, spec: PartitionSpec, batch_size: int) -> None:
         self._accelerator = accelerator
-        self._reader: Stream | None = None
+        self._copied: Event | None = None
         self._num_single = 0
         self._ops: DecodeOps | None = None
         self._append: Callable[..., None] | None = None
@@ -30,15 +30,15 @@ class Window:
         self.key, self.value = split_elements(self.elements, spec.geometry, spec.segment_tokens)
         """(segments, rows, num_kv_heads, tokens, dim)"""
 
-    def leave(self, stream: Stream) -> None:
-        """Note that `stream` is about to read all of it: what is written next waits for that."""
-        self._reader = stream
+    def leave(self, copied: Event) -> None:
+        """Note that all of it is being copied until that event: what is written next waits."""
+        self._copied = copied
 
     def write(self, start: int, key: Tensor, value: Tensor | None) -> None:
         """Put tokens (batch, num_kv_heads, tokens, dim) from token `start` on, on the caller's
         stream; None where V is part of K.
         """
-        if self._reader is not None or not self._can_launch(key):
+        if self._copied is not None or not self._can_launch(key):
             self._copy(start, key, value)
             return
         if self._append is not None:
@@ -63,9 +63,9 @@ class Window:
 
     def _copy(self, start: int, key: Tensor, value: Tensor | None) -> None:
         stream = self._accelerator.current_stream()
-        if self._reader is not None:
-            stream.wait(self._reader.record())
-            self._reader = None
+        if self._copied is not None:
+            stream.wait(self._copied)
+            self._copied = None
         done = 0
         while done < key.shape[2]:
             segment, first = divmod(start + done, self._segment_size)

@@ -23,7 +23,7 @@ from sparsekv.kernels.cpu.jobs import (
     JobStatus,
     _in_use,
     cancel_jobs,
-    submit_copy,
+    submit_copies,
     submit_partial_attention,
 )
 from sparsekv.kernels.cpu.prepared_job import PreparedAttentionJob
@@ -614,21 +614,28 @@ def test_what_cannot_be_prepared_is_refused() -> None:
 
 
 @every_size
-def test_a_segment_is_copied_once_its_flag_is_set(num_threads: int) -> None:
+def test_segments_are_copied_once_their_flag_is_set(num_threads: int) -> None:
     library.set_num_threads(num_threads)
     memory = torch.full((3, 4, 66, 40), POISON)
-    out, words = memory[:, 1:3, :65, 4:36], Words(1)
-    source = torch.zeros(3, 2, 65, 32)
-    job = submit_copy(source, out, wait=(words.flag(0), 1))
-    source.copy_(torch.randn(source.shape))
+    places, words = (memory[:, 1:3, :65, 4:36], memory[1:, :1, :, 36:]), Words(1)
+    sources = [torch.zeros(place.shape) for place in places]
+    copies = list(zip(sources, places, strict=True))
+    job = submit_copies(copies, (words.flag(0), 1), (words.done(0), 7))
+    for source in sources:
+        source.copy_(torch.randn(source.shape))
     assert (memory == POISON).all()
+    assert words.done(0).value == 0
     words.flag(0).set(1)
-    (copied,) = job.wait(HANG)
-    assert copied is out
-    assert torch.equal(out, source)
-    assert (memory == POISON).sum() == memory.numel() - out.numel()
+    assert all(a is b for a, b in zip(job.wait(HANG), places, strict=True))
+    assert words.done(0).value == 7
+    for source, place in copies:
+        assert torch.equal(place, source)
+    written = sum(place.numel() for place in places)
+    assert (memory == POISON).sum() == memory.numel() - written
     with pytest.raises(LayoutError, match="must be equal"):
-        submit_copy(source, out[:2])
+        submit_copies([(sources[0], places[0][:2])])
+    with pytest.raises(LayoutError, match="0 copies"):
+        submit_copies([])
 
 
 def test_a_job_that_ctrl_c_takes_from_python_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,15 +82,18 @@ void blocks_reach_their_slots(const char* isa) {
   CHECK(sparsekv_gather_blocks(&call) == SPARSEKV_OK);
   given.check(at_once);
 
-  call = given.into(by_job);
+  std::vector<uint8_t> second;
+  sparsekv_gather_blocks_call calls[] = {given.into(by_job), given.into(second)};
   Words words;
   int64_t job;
   const sparsekv_signal signal = words.signal();
-  CHECK(sparsekv_submit_gather_blocks(&call, &signal, &job) == SPARSEKV_OK);
-  call = {};  // the library has its own copy
+  CHECK(sparsekv_submit_gather_blocks(calls, 0, &signal, &job) == SPARSEKV_BAD_ARGUMENT);
+  CHECK(sparsekv_submit_gather_blocks(calls, 2, &signal, &job) == SPARSEKV_OK);
+  calls[0] = calls[1] = {};  // the library has its own copies
   words.set();
   CHECK(words.wait_for_done() == SPARSEKV_JOB_DONE);
   given.check(by_job);
+  given.check(second);
   CHECK(sparsekv_job_release(job) == SPARSEKV_OK);
 }
 
