@@ -4,8 +4,8 @@ For each model, batch and context: milliseconds a layer at several shares of the
 (everything is streamed to the GPU) to 1 (the CPU attends to everything), beside the ceilings of
 memory and bus in the same rounds, and transformers' DynamicCache on the GPU and offloaded. At
 Qwen3's 16 x 32K also: shares that the CPU reaches by borrowing, the step over a short context, a
-thousand steps one after the other, the step with one of its parts replaced, and a whole model of
-random weights.
+thousand steps one after the other, steps in which windows leave the GPU, the step with one of its
+parts replaced, and a whole model of random weights.
 
 The accelerator is simulated where there is no CUDA; then only --quick is of use.
 """
@@ -24,13 +24,13 @@ from benchmarks.decode_ablations import ablations
 from benchmarks.decode_case import NUM_LAYERS, Case
 from benchmarks.decode_checks import best, checks
 from benchmarks.decode_rounds import StepCeilings, attending_threads
-from benchmarks.decode_steps import short, steps
+from benchmarks.decode_steps import evicting, short, steps
 from benchmarks.decode_sweep import baselines, borrowing, sweep, unless_memory_is_short
 from benchmarks.results import Row
 from benchmarks.whole_model import model_rows
 
 TOPIC = "decode_attention"
-PARTS = ("sweep", "baselines", "borrowing", "short", "steps", "ablations", "model")
+PARTS = ("sweep", "baselines", "borrowing", "short", "steps", "evicting", "ablations", "model")
 _SHARES = (0.0, 0.6, 0.65, 0.7, 0.75, 1.0)
 _USUAL_SHARE = 0.7
 """For the parts that need one share, where no sweep tells the best."""
@@ -94,7 +94,7 @@ class Sizes:
     num_steps: int
 
 
-_SIZES, _QUICK_SIZES = Sizes(short_rounds=60, num_steps=1000), Sizes(short_rounds=2, num_steps=4)
+_SIZES, _QUICK_SIZES = Sizes(short_rounds=60, num_steps=1000), Sizes(short_rounds=2, num_steps=8)
 
 
 def measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
@@ -159,6 +159,7 @@ def _measure_part(
         "borrowing": lambda: borrowing(case, _PLACED, _BORROWED_SHARES, rounds, ceilings),
         "short": lambda: short(case, sizes.short_rounds),
         "steps": lambda: steps(case, share, sizes.num_steps, ceilings),
+        "evicting": lambda: evicting(case, share, rounds),
         "ablations": lambda: ablations(case, share, rounds, ceilings),
         "model": lambda: model_rows(most, _shares_up_to(share), rounds, is_quick, ceilings),
     }

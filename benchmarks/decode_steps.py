@@ -12,9 +12,17 @@ from benchmarks.decode_sweep import WARM_UP
 from benchmarks.decode_ways import DecodeWay, DynamicDecode, RegionDecode
 from benchmarks.plain_decode import PlainDecode, sdpa_calls
 from benchmarks.results import Row
+from sparsekv import CacheConfig
 
 _SHORT_CONTEXT = 128
-_STEPS_LAYERS = 4
+_STEPS_CONTEXT = 8 << 10
+"""A thousand steps of all layers over more would take many minutes."""
+_STEPS_OF_A_TURN = 4
+"""For each pass of the machine's own."""
+_UNSTEADY, _STEADY = 2, 3
+"""Steps after tokens were taken back, in which launches are prepared anew, and steps after these,
+before the one in which windows leave.
+"""
 
 
 def short(case: Case, rounds: int) -> Iterator[Row]:
@@ -42,25 +50,24 @@ def short(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def steps(case: Case, cpu_share: float, num_steps: int, ceilings: StepCeilings) -> Iterator[Row]:
-    """Many steps one after the other, of a few layers; windows leave the accelerator meanwhile.
+    """Many steps of all layers one after the other, over a context of 8K at most; windows leave the
+    accelerator meanwhile.
 
-    In turn with them the machine alone moves the bytes that were placed before the first.
+    Between them the machine alone moves the bytes that were placed before the first.
     """
-    case = case.with_layers(_STEPS_LAYERS)
+    case = replace(case, context=min(case.context, _STEPS_CONTEXT))
     way = RegionDecode(case, cpu_share, WARM_UP + num_steps)
     placed = way.placed_bytes()
     machine = ceilings.pass_of(placed["unpinned"], placed["pinned"])
     for _ in range(WARM_UP):
         machine.seconds()
         seconds_of(way.step, case.device)
-    samples, evicting, alone = [], [], []
-    for _ in range(num_steps):
-        alone.append(1e3 * machine.seconds())
-        is_evicting = way.is_full_window_next()
+    samples, alone = [], []
+    for i in range(num_steps):
+        if i % _STEPS_OF_A_TURN == 0:
+            alone.append(1e3 * machine.seconds())
         samples.append(1e3 * seconds_of(way.step, case.device))
-        if is_evicting:
-            evicting.append(samples[-1])
-    row = {
+    yield {
         **case.known,
         "kind": "steps",
         "way": way.name,
@@ -73,9 +80,37 @@ def steps(case: Case, cpu_share: float, num_steps: int, ceilings: StepCeilings) 
         "machine_p99_ms": _p99(alone),
         "machine_samples": alone,
     }
-    if evicting:
-        row |= {"evicting_ms": median(evicting), "evicting_samples": evicting}
-    yield row
+
+
+def evicting(case: Case, cpu_share: float, rounds: int) -> Iterator[Row]:
+    """Steps in which the windows of all layers leave the accelerator, and those before them.
+
+    After each of them its tokens are taken back, for there is one in as many steps as a window has
+    tokens.
+    """
+    num_steps = _UNSTEADY + _STEADY + 1
+    window_size = CacheConfig().window_size
+    begun = replace(case, context=case.context // window_size * window_size - num_steps)
+    way = RegionDecode(begun, cpu_share, num_steps)
+    steady, leaving = [], []
+    for i in range(1 + rounds):
+        seconds = [1e3 * seconds_of(way.step, case.device) for _ in range(num_steps - 1)]
+        assert way.is_full_window_next()
+        last = 1e3 * seconds_of(way.step, case.device)
+        way.cache.crop(begun.context)
+        if i:
+            steady += seconds[_UNSTEADY:]
+            leaving.append(last)
+    yield {
+        **case.known,
+        "kind": "evicting",
+        "way": way.name,
+        "share": cpu_share,
+        "p50_ms": median(steady),
+        "samples": steady,
+        "evicting_ms": median(leaving),
+        "evicting_samples": leaving,
+    }
 
 
 def _p99(samples: Sequence[float]) -> float:

@@ -174,7 +174,7 @@ def test_windows_leave_in_the_steps_that_are_said_to_evict() -> None:
         assert (sum(way.placed_bytes().values()) > before) is is_evicting
 
 
-def test_beside_every_step_the_machine_moves_the_bytes_of_a_step(
+def test_between_steps_the_machine_moves_the_bytes_of_a_step(
     ceilings: StepCeilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: list[str] = []
@@ -193,12 +193,22 @@ def test_beside_every_step_the_machine_moves_the_bytes_of_a_step(
     monkeypatch.setattr(ReadCeiling, "seconds", read)
     monkeypatch.setattr(RegionDecode, "step", step)
     case = case_of("qwen3", context=4 * 256)
-    (row,) = decode_steps.steps(case, 0.25, 3, ceilings)
-    assert turns == ["machine", "step"] * (decode_sweep.WARM_UP + 3)
+    (row,) = decode_steps.steps(case, 0.25, 3 * decode_steps._STEPS_OF_A_TURN, ceilings)
+    assert turns == [
+        *["machine", "step"] * decode_sweep.WARM_UP,
+        *["machine", *["step"] * decode_steps._STEPS_OF_A_TURN] * 3,
+    ]
     assert row["machine_samples"] == pytest.approx([3.0, 4.0, 5.0])
     assert row["machine_p50_ms"] == pytest.approx(4.0)
     assert row["machine_p99_ms"] == pytest.approx(4.98)
-    assert len(row["samples"]) == 3
+    assert len(row["samples"]) == 3 * decode_steps._STEPS_OF_A_TURN
+
+
+def test_windows_leave_in_the_steps_that_are_called_evicting() -> None:
+    case = case_of("qwen3", context=2 * 256 + 3)
+    (row,) = decode_steps.evicting(case, 0.5, 2)
+    assert row.items() >= case.known.items()
+    assert (len(row["samples"]), len(row["evicting_samples"])) == (6, 2)
 
 
 @pytest.mark.parametrize(("read_bytes", "copied_bytes"), [(1024, 512), (1024, 0), (0, 512)])
@@ -342,10 +352,10 @@ def test_checks_judge_the_fastest_share_and_only_what_they_are_about() -> None:
             "num_steps": 1000,
             "p50_ms": 10.0,
             "p99_ms": 10.6,
-            "evicting_ms": 10.4,
             "machine_p50_ms": 9.0,
             "machine_p99_ms": 9.9,
         },
+        {**decode(0.6, 1.0, kind="evicting"), "p50_ms": 10.0, "evicting_ms": 10.4},
     ]
     fastest = best(rows[:5])
     assert fastest is rows[4]
@@ -373,7 +383,7 @@ def test_the_script_measures_every_part(tmp_path: Path) -> None:
     result = load_result(path)
     assert result.checks == checks(result.rows)
     kinds = {row["kind"] for row in result.rows}
-    assert kinds == {"decode", "borrowing", "short", "steps", "ablation", "model"}
+    assert kinds == {"decode", "borrowing", "short", "steps", "evicting", "ablation", "model"}
     assert {row["part"] for row in result.rows} == set(decode_attention.PARTS)
     swept = {
         (row["shape"], row["share"])
@@ -388,7 +398,7 @@ def test_the_script_measures_every_part(tmp_path: Path) -> None:
     assert all(row.keys() >= rates | {"cpu_gbs", "h2d_gbs"} for row in replaced)
     assert all(row["num_threads"] == 1 for row in result.rows)
     (many,) = (row for row in result.rows if row["kind"] == "steps")
-    assert len(many["machine_samples"]) == len(many["samples"])
+    assert (len(many["machine_samples"]), len(many["samples"])) == (2, 8)
     assert 0 < min(many["machine_samples"]) <= many["machine_p50_ms"] <= many["machine_p99_ms"]
 
 
