@@ -22,7 +22,7 @@ from sparsekv.archive import read_header
 from sparsekv.cache import InplaceKVCache
 from sparsekv.engine.balance import Balance
 from sparsekv.engine.config import CacheConfig
-from sparsekv.engine.costs import cost_of, may_borrow
+from sparsekv.engine.costs import cost_of, may_borrow, reads_in_place
 from sparsekv.errors import CacheStateError, CapacityError
 from sparsekv.format import KVGeometry, PartitionSpec
 from sparsekv.models.registry import geometry_from_config
@@ -212,31 +212,36 @@ class RegionStore:
             balance.go_on(cache.num_placed_tokens)
 
     def _new_cache(self, spec: PartitionSpec, device: torch.device) -> InplaceKVCache:
-        config, balance = self.config, self._new_balance(spec, device)
+        config = self.config
+        machine = self._machine(spec, device) if config.cpu_share == "auto" else None
+        balance = None if machine is None else self._new_balance(spec.geometry, machine)
         router = config.router() if balance is None else balance.router
         step_share = config.step_share
         if balance is not None:
             step_share = balance.step_share(spec.window_size)
         cache = InplaceKVCache(spec, device, router, pool=self.owner.pool, step_share=step_share)
-        cache.balance = balance
+        if machine is not None:
+            cache.balance = balance
+            cache.reads_in_place = reads_in_place(spec.geometry, **machine)
         return cache
 
-    def _new_balance(self, spec: PartitionSpec, device: torch.device) -> Balance | None:
-        """None: the share is given, or there is nothing to balance."""
-        if self.config.cpu_share != "auto":
+    def _new_balance(self, geometry: KVGeometry, machine: dict[str, Any]) -> Balance | None:
+        """None: there is nothing to balance."""
+        cost = cost_of(geometry, **machine)
+        if cost is None:
             return None
+        is_elastic = self.config.elastic and may_borrow(geometry, **machine)
+        return Balance(cost, is_elastic=is_elastic)
+
+    def _machine(self, spec: PartitionSpec, device: torch.device) -> dict[str, Any]:
+        """What a calibration is for, beside the geometry."""
         text_config = self.owner.model.config.get_text_config(decoder=True)
-        machine = {
+        return {
             "num_heads": text_config.num_attention_heads,
             "batch_size": spec.batch_size,
             "device": device,
             "profile": self.config.profile,
         }
-        cost = cost_of(spec.geometry, **machine)
-        if cost is None:
-            return None
-        is_elastic = self.config.elastic and may_borrow(spec.geometry, **machine)
-        return Balance(cost, is_elastic=is_elastic)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionStore:
         twin = RegionStore(self.owner, self.config, self.num_layers)

@@ -122,6 +122,10 @@ class InplaceKVCache:
         """Who else reads the regions, beside the caller's work: is waited for as copies are."""
         self.balance: Balance | None = None
         """Who sets `router.marginal_share` and `step_share` between steps; None: the caller may."""
+        self.reads_in_place = True
+        """Whether one new token of each sequence attends to the pinned region where it lies, but
+        for what is copied ahead; or to copies of all of it. To be set before the first step.
+        """
         self._pool = RegionPool() if pool is None else pool
         self._pid = os.getpid()
         self._closed: str | None = None
@@ -774,7 +778,7 @@ class InplaceKVCache:
         balance = None if self.balance is None else self.balance.copy()
         router = copy.copy(self.router) if balance is None else balance.router
         other = InplaceKVCache(self.spec, self.device, router, pool=self._pool)
-        other.balance = balance
+        other.balance, other.reads_in_place = balance, self.reads_in_place
         memo[id(self)] = other
         other._placement = self._placement.copy()
         other.router.error, other._step_share = self.router.error, self._step_share

@@ -31,6 +31,7 @@ class Machine:
         clock: what is read for the seconds that passed.
         reads_ahead: so that the window is not in the accelerator's times.
         waits: seconds by which a step is longer than either engine's part of so many tokens.
+        copying: times as long as in place attention takes to what is copied, but for the overhead.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -38,6 +39,8 @@ class Machine:
         self.clock = lambda seconds: seconds
         self.reads_ahead = True
         self.waits = lambda cpu_tokens, gpu_tokens: 0.0
+        self.copying = 1.0
+        self.is_copying = False
         self._cpu_tokens = self._gpu_tokens = 0
 
     def timings(self) -> Timings:
@@ -58,8 +61,9 @@ class Machine:
 
     def _gpu_time(self, num_tokens: int) -> float:
         self._gpu_tokens = num_tokens
-        overhead_s = self.cost.gpu_overhead_s if self.reads_ahead else 0.0
-        return self.cost.gpu_time(0.0, num_tokens) - overhead_s
+        times = self.copying if self.is_copying else 1.0
+        overhead_s = 0.0 if self.reads_ahead else self.cost.gpu_overhead_s
+        return times * self.cost.h2d_s_per_token * num_tokens + overhead_s
 
 
 class _Told(Recent):
@@ -79,7 +83,12 @@ def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(decode, "Timings", machine.timings)
     monkeypatch.setattr(step, "reads_in_place", lambda *arguments: True)
     monkeypatch.setattr(step, "split_attention", lambda *arguments, **options: (None, None))
-    monkeypatch.setattr(decode.DecodeAttention, "attend", _attend)
+
+    def attend(self, *arguments):
+        machine.is_copying = not self.reads_in_place
+        return _attend(self, *arguments)
+
+    monkeypatch.setattr(decode.DecodeAttention, "attend", attend)
     return machine
 
 

@@ -88,6 +88,16 @@ def test_the_machines_costs_are_found(machine, share):
     assert found.machine is PRESETS["h200"]
 
 
+@pytest.mark.parametrize(("copying", "in_place"), [(0.5, False), (0.94, False), (0.96, True)])
+def test_the_pinned_region_is_read_in_the_faster_way(machine, copying, in_place):
+    machine.copying = copying
+    found = calibrate()
+    assert found.reads_in_place is in_place
+    times = 1.0 if in_place else copying
+    assert found.cost.h2d_s_per_token == pytest.approx(times * COST.h2d_s_per_token, rel=1e-6)
+    assert found.cost.cpu_s_per_token == pytest.approx(COST.cpu_s_per_token, rel=1e-6)
+
+
 def test_noise_is_told_as_the_residual(machine):
     rng = random.Random(0)
     machine.clock = lambda seconds: seconds * rng.uniform(0.9, 1.1)

@@ -83,6 +83,7 @@ def calibrations(draw):
         cost=draw(cost_models()),
         residual=draw(st.floats(0, 1e3)),
         points=tuple(draw(st.lists(points, max_size=4))),
+        reads_in_place=draw(st.booleans()),
     )
 
 
@@ -381,6 +382,11 @@ def test_profiles_lie_beside_the_native_library(monkeypatch, tmp_path):
 def test_residuals_that_are_none_are_refused(value):
     with pytest.raises(LayoutError, match=r"^residual=.*; take it from fit"):
         replace(CALIBRATION, residual=value)
+
+
+def test_a_way_to_read_is_one_of_two():
+    with pytest.raises(LayoutError, match=r"^reads_in_place=1: must be True or False"):
+        replace(CALIBRATION, reads_in_place=1)
 
 
 @pytest.mark.parametrize("field", OTHERS)

@@ -37,6 +37,8 @@ class _ToldSteps:
 
     least_share = 0.01
     num_made = 0
+    copying = 1.0
+    """Times as long as in place attention takes to what is copied."""
 
     def __init__(self, *_: object) -> None:
         type(self).num_made += 1
@@ -45,12 +47,13 @@ class _ToldSteps:
     def grow(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
 
-    def measure(self, share: float) -> CalibrationPoint:
+    def measure(self, share: float, *, reads_in_place: bool = True) -> CalibrationPoint:
+        times = 1.0 if reads_in_place else self.copying
         return CalibrationPoint(
             num_tokens=self._num_tokens,
             share=share,
             cpu_s=COST.cpu_time(share, self._num_tokens),
-            gpu_s=COST.gpu_time(share, self._num_tokens),
+            gpu_s=times * COST.gpu_time(share, self._num_tokens),
         )
 
 
@@ -139,6 +142,15 @@ class TestResult:
             assert entry["share"] == pytest.approx(COST.optimal_share(entry["num_tokens"]))
         assert result["residual"] == pytest.approx(0, abs=1e-9)
         assert result["machine"] == PRESETS["h200"].to_json()
+
+    def test_the_way_to_read_the_pinned_region_is_told(
+        self, capsys: pytest.CaptureFixture[str], gpu: type[_ToldSteps]
+    ) -> None:
+        for copying, words in ((1.0, "region where it lies."), (0.5, "region through copies, ")):
+            gpu.copying = copying
+            result = run_json(capsys, *ARGUMENTS)
+            assert result["reads_in_place"] is (copying == 1.0)
+            assert words in run(capsys, *ARGUMENTS)
 
     def test_tables_say_the_same_in_100_columns(self, capsys: pytest.CaptureFixture[str]) -> None:
         shown, result = run(capsys, *ARGUMENTS), run_json(capsys, *ARGUMENTS)

@@ -154,21 +154,21 @@ def test_results_are_not_written_again(device, only_prepared):
 
 def test_the_same_bytes_are_counted(monkeypatch):
     """And those that are there already for the step to come."""
-    crossed = []
-    for is_prepared in (True, False):
+    crossed = set()
+    for is_prepared, reads_in_place in ((True, True), (True, False), (False, True)):
         torch.manual_seed(0)
-        twin = Twin(build(share=0.5))
-        twin.append(30)
+        twin = Twin(build(share=0.3))
+        twin.cache.reads_in_place = reads_in_place
+        twin.append(42)
         with monkeypatch.context() as patch:
             if not is_prepared:
                 patch.setattr(decode, "decode_ops_for", lambda device: None)
             steps(twin, 6)
-        crossed.append(twin.cache.stats().h2d_bytes)
         ahead = sum(loaded.view.num_tokens for loaded in twin.cache.ping_pong._ahead)
-        if is_prepared:
-            assert ahead > 0
-            crossed[0] -= ahead * 2 * twin.cache.spec.geometry.bytes_per_token_per_layer
-    assert crossed[0] == crossed[1]
+        assert (ahead > 0) is is_prepared
+        waiting = ahead * 2 * twin.cache.spec.geometry.bytes_per_token_per_layer
+        crossed.add(twin.cache.stats().h2d_bytes - waiting)
+    assert len(crossed) == 1
 
 
 # Chunks read ahead
@@ -197,6 +197,53 @@ def test_the_first_chunks_of_every_layer_are_there_before_its_query(make, ping_p
         num_chunks = min(2, -(-num_tokens // ping_pong_tokens))
         assert [chunk.index for chunk in taken] == 2 * list(range(num_chunks))
         assert all(chunk.owner is pinned[i // num_chunks] for i, chunk in enumerate(taken))
+
+
+@pytest.mark.parametrize("ping_pong_tokens", [4, 8, 64])
+@pytest.mark.parametrize("make", ACCELERATORS.values(), ids=ACCELERATORS)
+def test_where_nothing_is_read_in_place_every_chunk_is_taken(
+    make, ping_pong_tokens, taken, monkeypatch
+):
+    """Two at a time are under way: the next one is copied meanwhile."""
+    num_loaded, take = [], PingPong.take
+    monkeypatch.setattr(
+        PingPong, "take", lambda *args: num_loaded.append(len(args[0]._ahead)) or take(*args)
+    )
+    with accelerators(make):
+        twin = Twin(build(spec(ping_pong_tokens=ping_pong_tokens), share=0.5))
+    twin.cache.reads_in_place = False
+    twin.append(60)
+    steps(twin, 2)
+    for _ in range(6):
+        num_tokens = sum(view.num_tokens for view in twin.cache.parts(0).pinned)
+        num_chunks = -(-num_tokens // ping_pong_tokens)
+        taken.clear(), num_loaded.clear()
+        steps(twin, 1)
+        assert [chunk.index for chunk in taken] == 2 * list(range(num_chunks))
+        assert num_loaded == 2 * [*[2] * (num_chunks - 1), 1]
+    twin.check()
+
+
+@pytest.mark.parametrize("reads_ahead", [True, False])
+def test_copies_of_all_of_it_give_the_same(device, only_prepared, reads_ahead):
+    twin = Twin(build(share=0.3, device=device))
+    twin.cache.reads_in_place = False
+    twin.append(58)
+    steps(twin, 2)
+    twin.cache.companion.reads_ahead = reads_ahead
+    only_prepared()
+    steps(twin, 14)
+    twin.cache.companion.reads_in_place = True
+    twin.append(1, flush=False)
+    assert twin.cache.companion._layers == {}
+
+
+@pytest.mark.parametrize("make", ACCELERATORS.values(), ids=ACCELERATORS)
+def test_copies_of_all_of_it_follow_rows_and_length(make):
+    with accelerators(make):
+        twin = Twin(build(share=0.3))
+        twin.cache.reads_in_place = False
+        change_rows_and_length(twin)
 
 
 def test_both_chunks_wait_once_and_lie_where_they_lay(monkeypatch):

@@ -46,11 +46,13 @@ class _Answer:
 
 
 @dataclass(slots=True)
-class _InPlace:
-    """Attention to some of the pinned region where it lies."""
+class _Rest:
+    """Attention to the last part of a layer's pinned region: where it lies, or chunk by chunk."""
 
     views: Views = ()
     attends: list[Any] = field(default_factory=list)
+    first_chunk: int | None = None
+    """Of those that are copied; None: it is read where it lies."""
     num_tokens: int = 0
     """Of a sequence."""
     num_bytes: int = 0
@@ -65,11 +67,13 @@ class _Layer:
     window: Window
     attend: Any = None
     pinned: Views = ()
-    in_place: _InPlace = field(default_factory=_InPlace)
+    chunks: tuple[Chunk, ...] = ()
+    """Of it: as many as are copied, ahead or at all."""
+    num_ahead: int = 0
+    whole: _Rest = field(default_factory=_Rest)
     """All of it."""
-    ahead: tuple[Chunk, ...] = ()
-    after_ahead: _InPlace = field(default_factory=_InPlace)
-    """What comes after these chunks."""
+    after_ahead: _Rest = field(default_factory=_Rest)
+    """What comes after the chunks that are copied ahead."""
     unpinned: Views = ()
     answer: _Answer | None = None
     job: PreparedAttentionJob | None = None
@@ -85,12 +89,20 @@ class DecodeAttention:
             where a step's time is to be that of all it reads, its window too.
     """
 
-    def __init__(self, registrar: Registrar, ping_pong: PingPong, geometry: KVGeometry) -> None:
+    def __init__(
+        self,
+        registrar: Registrar,
+        ping_pong: PingPong,
+        geometry: KVGeometry,
+        *,
+        reads_in_place: bool = True,
+    ) -> None:
         self._accelerator = registrar.accelerator
         self._ping_pong = ping_pong
         self._bytes_per_token = geometry.bytes_per_token_per_layer
         self.timings = Timings()
         self.reads_ahead = True
+        self._reads_in_place = reads_in_place
         cpu, gpu = self.timings.cpu, self.timings.gpu
         self._read_ahead = ReadAhead()
         self._stopwatch = Stopwatch(self._accelerator, geometry.num_layers, gpu, self._read_ahead)
@@ -104,6 +116,18 @@ class DecodeAttention:
         self._softmax_scale = 0.0
         self._step_began: float | None = None
         self._lse = self._workspace = torch.empty(0)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether the accelerator attends to the pinned region where it lies, but for what is
+        copied ahead; or all of it is copied.
+        """
+        return self._reads_in_place
+
+    @reads_in_place.setter
+    def reads_in_place(self, value: bool) -> None:
+        self._reads_in_place = value
+        self._forget()
 
     def synchronize(self) -> None:
         """Return when host memory is not read any more; nothing of it is held afterwards."""
@@ -159,14 +183,17 @@ class DecodeAttention:
         layer.attend(query, 0, parts.num_in_window, out)
         if is_timed and self.reads_ahead:
             self._stopwatch.start()
-        in_place = self._after_ahead(ops, layer, query, out)
-        if is_timed and in_place is layer.after_ahead:
-            self._stopwatch.lap(layer.in_place.num_tokens - in_place.num_tokens)
-        for attend in in_place.attends:
-            attend(query, 0, None, out)
-        if is_timed and in_place.attends:
-            self._stopwatch.stop(in_place.num_tokens)
-        self._accelerator.h2d_bytes += in_place.num_bytes
+        rest = self._after_ahead(ops, layer, query, out)
+        if is_timed and rest is layer.after_ahead:
+            self._stopwatch.lap(layer.whole.num_tokens - rest.num_tokens)
+        if rest.first_chunk is None:
+            for attend in rest.attends:
+                attend(query, 0, None, out)
+            self._accelerator.h2d_bytes += rest.num_bytes
+        else:
+            self._attend_to_chunks(ops, layer, rest.first_chunk, len(layer.chunks), query, out)
+        if is_timed and rest.num_tokens:
+            self._stopwatch.stop(rest.num_tokens)
         self._load_ahead(*upcoming)
         if stream is not None:
             self._take(layer, out, stream)
@@ -263,13 +290,23 @@ class DecodeAttention:
             is_carried=is_carried,
         )
 
-    def _after_ahead(self, ops: DecodeOps, layer: _Layer, query: Tensor, out: Tensor) -> _InPlace:
+    def _after_ahead(self, ops: DecodeOps, layer: _Layer, query: Tensor, out: Tensor) -> _Rest:
         """Attend to the chunks that were copied ahead, if they were; what is left to attend to."""
-        if not layer.ahead or not all(map(self._ping_pong.holds, layer.ahead)):
-            return layer.in_place
-        for chunk in layer.ahead:
-            self._of_chunk(ops, query, self._ping_pong.take(chunk))(query, 0, None, out)
+        num_ahead = layer.num_ahead
+        if not num_ahead or not all(map(self._ping_pong.holds, layer.chunks[:num_ahead])):
+            return layer.whole
+        self._attend_to_chunks(ops, layer, 0, num_ahead, query, out)
         return layer.after_ahead
+
+    def _attend_to_chunks(
+        self, ops: DecodeOps, layer: _Layer, begin: int, end: int, query: Tensor, out: Tensor
+    ) -> None:
+        """One after the other; of those that are copied now, the next one is copied meanwhile."""
+        for i in range(begin, end):
+            if layer.whole.first_chunk is not None:
+                self._ping_pong.load(*layer.chunks[i : i + 2])
+            view = self._ping_pong.take(layer.chunks[i])
+            self._of_chunk(ops, query, view)(query, 0, None, out)
 
     def _of_chunk(self, ops: DecodeOps, query: Tensor, view: KVView) -> Any:
         """Attention to a chunk in one of the two buffers, whichever layer it is of."""
@@ -287,34 +324,39 @@ class DecodeAttention:
         if not self.reads_ahead or layer is None or layer.pinned is not pinned:
             return
         if self._read_ahead.pays or self._stopwatch.is_first(layer_idx):
-            self._ping_pong.load(*layer.ahead)
+            self._ping_pong.load(*layer.chunks[: layer.num_ahead])
 
     def _prepare_pinned(self, ops: DecodeOps, layer: _Layer, query: Tensor, pinned: Views) -> None:
-        layer.ahead = ()
-        if all(view.row_table is None for view in pinned):
-            layer.ahead = tuple(islice(self._ping_pong.chunks(pinned), _CHUNKS_AHEAD))
-        num_ahead = sum(len(chunk.view.key) for chunk in layer.ahead)
-        self._prepare_in_place(ops, layer.in_place, query, pinned)
-        self._prepare_in_place(ops, layer.after_ahead, query, _without(pinned, num_ahead))
+        is_plain = all(view.row_table is None for view in pinned)
+        is_copied = is_plain and not self.reads_in_place
+        most = None if is_copied else _CHUNKS_AHEAD if is_plain else 0
+        layer.chunks = tuple(islice(self._ping_pong.chunks(pinned), most))
+        layer.num_ahead = min(len(layer.chunks), _CHUNKS_AHEAD)
+        num_ahead = sum(len(chunk.view.key) for chunk in layer.chunks[: layer.num_ahead])
+        rests = (
+            (layer.whole, 0, pinned),
+            (layer.after_ahead, layer.num_ahead, _without(pinned, num_ahead)),
+        )
+        for rest, first_chunk, views in rests:
+            rest.first_chunk = first_chunk if is_copied else None
+            rest.num_tokens = sum(view.num_tokens for view in views)
+            rest.num_bytes = self._bytes_per_token * sum(
+                view.num_tokens * view.batch_size for view in views
+            )
+            if not is_copied:
+                self._prepare_in_place(ops, rest, query, joined(views))
         layer.pinned = pinned
 
-    def _prepare_in_place(
-        self, ops: DecodeOps, in_place: _InPlace, query: Tensor, pinned: Views
-    ) -> None:
-        views = joined(pinned)
-        is_plain = all(view.row_table is None for view in (*in_place.views, *views))
+    def _prepare_in_place(self, ops: DecodeOps, rest: _Rest, query: Tensor, views: Views) -> None:
+        is_plain = all(view.row_table is None for view in (*rest.views, *views))
         try:
-            if not is_plain or len(views) != len(in_place.attends):
+            if not is_plain or len(views) != len(rest.attends):
                 raise LayoutError("more or fewer than before")
-            for attend, view in zip(in_place.attends, views, strict=True):
+            for attend, view in zip(rest.attends, views, strict=True):
                 attend.attend_to(view.key, view.value)
         except LayoutError:
-            in_place.attends = [self._prepared(ops, query, view, True) for view in views]
-        in_place.views = views
-        in_place.num_tokens = sum(view.num_tokens for view in views)
-        in_place.num_bytes = self._bytes_per_token * sum(
-            view.num_tokens * view.batch_size for view in views
-        )
+            rest.attends = [self._prepared(ops, query, view, True) for view in views]
+        rest.views = views
 
 
 def _without(views: Views, num_segments: int) -> Views:

@@ -35,6 +35,10 @@ _PIECE_TOKENS = 4096
 _MARGIN_BYTES = 2 << 30
 _WARM_UP, _STEPS = 3, 12
 _FIRST_SHARE, _ASIDE = 0.6, 0.06
+_WORTH = 0.95
+"""Of the time that reading in place takes: copies take the launches of many chunks, and memory
+traffic of the accelerator's, so they are to be faster than this.
+"""
 
 
 def calibrate(
@@ -47,7 +51,8 @@ def calibrate(
     """Measure this machine for a model: some seconds, and about 2 GiB of host memory.
 
     A is measured while the bus is busy and B while the CPU attends, since they share the memory: at
-    shares near the best one, which is found first. (arXiv:2609.14507, equation 1.)
+    shares near the best one, which is found first. (arXiv:2609.14507, equation 1.) The pinned
+    region is read in place and through copies, and B is that of the faster way.
 
     Args:
         geometry: what a token stores; its number of layers does not matter.
@@ -67,15 +72,20 @@ def calibrate(
             "take both from the model's config"
         )
     device = torch.device(device)
-    points: list[CalibrationPoint] = []
+    in_place: list[CalibrationPoint] = []
+    copied: list[CalibrationPoint] = []
     best = _FIRST_SHARE
     for num_tokens, num_layers in _sizes(geometry, batch_size):
         steps = _Steps(replace(geometry, num_layers=num_layers), num_heads, batch_size, device)
         steps.grow(num_tokens)
         least = steps.least_share
         best = min(max(_balanced(steps.measure(best)), least), 1 - least)
-        points += [steps.measure(share) for share in (best - _ASIDE, best + _ASIDE)]
+        for share in (best - _ASIDE, best + _ASIDE):
+            in_place.append(steps.measure(share))
+            copied.append(steps.measure(share, reads_in_place=False))
         del steps  # the next ones need the memory
+    reads_in_place = not _is_worth_copying(in_place, copied)
+    points = in_place if reads_in_place else copied
     cost, residual = fit(points)
     machine = measure_machine(
         geometry, num_heads=num_heads, batch_size=batch_size, device=device, cost=cost
@@ -87,7 +97,14 @@ def calibrate(
         device=device,
         num_threads=num_attending_threads(),
     )
-    return Calibration(key=key, machine=machine, cost=cost, residual=residual, points=tuple(points))
+    return Calibration(
+        key=key,
+        machine=machine,
+        cost=cost,
+        residual=residual,
+        points=tuple(points),
+        reads_in_place=reads_in_place,
+    )
 
 
 class _Steps:
@@ -124,14 +141,14 @@ class _Steps:
         """That of one segment."""
         return self._spec.segment_tokens / self.cache.num_placed_tokens
 
-    def measure(self, share: float) -> CalibrationPoint:
+    def measure(self, share: float, *, reads_in_place: bool = True) -> CalibrationPoint:
         """What the engines take in a step of that share, or the nearest at which both have some."""
         cache, least = self.cache, self.least_share
         cache.step_share = min(max(share, least), 1 - least)
         self._step()
         companion = cache.companion
         assert isinstance(companion, DecodeAttention)
-        companion.reads_ahead = False
+        companion.reads_ahead, companion.reads_in_place = False, reads_in_place
         for _ in range(_WARM_UP):
             self._step()
         timings = companion.timings
@@ -179,6 +196,12 @@ def _sizes(geometry: KVGeometry, batch_size: int) -> Iterator[tuple[int, int]]:
         num_tokens = max(most // window, 4, 2 * num_tokens // window) * window
         num_layers = min(-(-_LEAST_BYTES // (num_tokens * per_token)), room // num_tokens)
         yield num_tokens, max(num_layers, _LEAST_LAYERS)
+
+
+def _is_worth_copying(in_place: list[CalibrationPoint], copied: list[CalibrationPoint]) -> bool:
+    """Whether copies are faster at both shares of the longest context."""
+    pairs = zip(in_place[-2:], copied[-2:], strict=True)
+    return all(copy.gpu_s < _WORTH * direct.gpu_s for direct, copy in pairs)
 
 
 def _balanced(point: CalibrationPoint) -> float:

@@ -62,9 +62,7 @@ def cost_of(
             ),
             shared_kv=geometry.shared_kv,
         )
-    if device.type != "cuda":
-        return None
-    found = _calibration(geometry, num_heads, batch_size, device)
+    found = _measured(geometry, num_heads, batch_size, device)
     return None if found is None else found.cost
 
 
@@ -94,14 +92,30 @@ def may_borrow(
     Args:
         geometry: as for `cost_of`, as all others are.
     """
-    known: MachineProfile | Calibration | None = profile
-    if known is None and device.type == "cuda":
-        known = _calibration(geometry, num_heads, batch_size, device)
+    known = profile or _measured(geometry, num_heads, batch_size, device)
     machine = known.machine if isinstance(known, Calibration) else known
     if machine is None or machine.reads_pinned_at_full_speed:
         return True
     _warn_of_slow_reading(machine.name)
     return False
+
+
+def reads_in_place(
+    geometry: KVGeometry,
+    *,
+    num_heads: int,
+    batch_size: int,
+    device: torch.device,
+    profile: MachineProfile | Calibration | None = None,
+) -> bool:
+    """Whether the accelerator is to read the pinned region where it lies, rather than copies of it;
+    True where nothing is known.
+
+    Args:
+        geometry: as for `cost_of`, as all others are.
+    """
+    known = profile or _measured(geometry, num_heads, batch_size, device)
+    return known.reads_in_place if isinstance(known, Calibration) else True
 
 
 @functools.cache
@@ -113,10 +127,12 @@ def _warn_of_slow_reading(name: str) -> None:
     )
 
 
-def _calibration(
+def _measured(
     geometry: KVGeometry, num_heads: int, batch_size: int, device: torch.device
 ) -> Calibration | None:
-    """The saved one, or a new one, saved."""
+    """The saved one, or a new one, saved; None where there is nothing to measure, or it failed."""
+    if device.type != "cuda":
+        return None
     folder = profile_folder()
     num_threads = num_attending_threads()
     key = profile_key(

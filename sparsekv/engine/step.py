@@ -28,7 +28,8 @@ def attend(
     The unpinned region is attended where it lies, by the CPU, and so is what the CPU borrows of the
     pinned one; the rest of that by the accelerator, where it lies too, but for the first chunks,
     which came through the ping-pong buffers before; or all of it through these, where it would
-    be read more than once; the window, and tokens just appended, where they are.
+    be read more than once, or where copies are known to be faster (`cache.reads_in_place`); the
+    window, and tokens just appended, where they are.
 
     Args:
         query: (batch, num_heads, num_queries, head_dim): the last tokens appended, in order.
@@ -43,9 +44,10 @@ def attend(
         CapacityError: full segments found no memory; attention was computed, nothing is lost.
     """
     companion = _companion_of(cache)
-    is_in_place = reads_in_place(query, cache.spec.geometry.num_kv_heads, mask)
+    can_read_in_place = reads_in_place(query, cache.spec.geometry.num_kv_heads, mask)
+    is_in_place = can_read_in_place and cache.reads_in_place
     out = None
-    if is_in_place and key_mask is None and query.shape[2] == 1:
+    if can_read_in_place and key_mask is None and query.shape[2] == 1:
         parts = cache.parts(layer_idx)
         if parts is not None:
             next_idx = (layer_idx + 1) % cache.spec.geometry.num_layers
@@ -95,6 +97,9 @@ def _companion_of(cache: InplaceKVCache) -> DecodeAttention:
     companion = cache.companion
     if not isinstance(companion, DecodeAttention):
         cache.companion = companion = DecodeAttention(
-            cache.registrar, cache.ping_pong, cache.spec.geometry
+            cache.registrar,
+            cache.ping_pong,
+            cache.spec.geometry,
+            reads_in_place=cache.reads_in_place,
         )
     return companion

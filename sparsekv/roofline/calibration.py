@@ -24,7 +24,7 @@ from sparsekv.roofline.machine import MachineProfile
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of the files."""
 
 
@@ -71,7 +71,7 @@ class Calibration:
     """What was found for a key, and what it was found from.
 
     Raises:
-        LayoutError: a residual that is negative or not finite.
+        LayoutError: a residual that is negative or not finite, or `reads_in_place` that is no bool.
     """
 
     key: ProfileKey
@@ -84,12 +84,18 @@ class Calibration:
     """Of that fit: root mean square of the relative errors of all times."""
     points: tuple[CalibrationPoint, ...]
     """The measured times."""
+    reads_in_place: bool = True
+    """Whether the accelerator was as fast at reading the pinned region where it lies as at
+    attending to copies of it: how it is to be read, and was in these times.
+    """
 
     def __post_init__(self) -> None:
         if not is_finite(self.residual) or self.residual < 0:
             raise LayoutError(
                 f"residual={self.residual!r}: must be a finite number, 0 or more; take it from fit"
             )
+        if not isinstance(self.reads_in_place, bool):
+            raise LayoutError(f"reads_in_place={self.reads_in_place!r}: must be True or False")
 
     def save(self, folder: Path) -> Path:
         """Write the key's file, which is there whole or as it was before, whatever interrupts.
@@ -189,4 +195,5 @@ def _parse(text: bytes) -> Calibration:
         cost=CostModel(**content["cost"]),
         residual=content["residual"],
         points=tuple(CalibrationPoint(**point) for point in content["points"]),
+        reads_in_place=content["reads_in_place"],
     )

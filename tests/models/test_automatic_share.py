@@ -105,6 +105,19 @@ def test_a_cpu_that_reads_registered_memory_slowly_borrows_none(
     ]
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_pinned_region_is_read_as_the_calibration_says(
+    make_patched: Callable[..., Any], ids: torch.Tensor, in_place: bool
+) -> None:
+    profile = replace(calibration(COST), reads_in_place=in_place)
+    patched = make_patched("llama", cpu_share="auto", profile=profile)
+    cache = patched.new_cache()
+    patched.model.generate(ids, max_new_tokens=9, do_sample=False, **{compat.CACHE_KW: cache})
+    caches = [cache.store.cache, copy.deepcopy(cache).store.cache]
+    assert [cache.reads_in_place for cache in caches] == [in_place] * 2
+    assert caches[0].companion.reads_in_place is in_place
+
+
 def test_stats_read_well(make_patched: Callable[..., Any], ids: torch.Tensor) -> None:
     patched = make_patched("llama", cpu_share="auto", profile=calibration(COST))
     patched.model.generate(ids, max_new_tokens=9, do_sample=False)
