@@ -38,6 +38,12 @@ def make_patched() -> Iterator[Callable[..., Any]]:
         patched.restore()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=model_zoo.needs_cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    """The simulated accelerator, and CUDA where there is a device."""
+    return request.param
+
+
 @pytest.fixture
 def ids() -> torch.Tensor:
     """(3, 17) token ids: nearly three windows."""

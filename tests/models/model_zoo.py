@@ -1,4 +1,6 @@
-"""Tiny models with random weights: every supported class, with and without layers that slide."""
+"""Tiny models with random weights: every supported class, with and without layers that slide; what
+people ask `generate` for; and where the tests run.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,11 @@ from transformers import (
 )
 
 import sparsekv
+
+needs_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -62,6 +69,27 @@ CONFIGS = {
 SHARES = {"qwen3_moe": 0.5, "mixtral": 0.0, "llama": 1.0}
 """Share of the CPU in each family's tests, so that both regions and either alone are covered."""
 
+GENERATE_OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 20},
+    "beams": {"num_beams": 4, "max_new_tokens": 10},
+    "beams-returned": {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 10},
+    "beam-sampling": {"num_beams": 3, "do_sample": True, "max_new_tokens": 8},
+    "sampling-returned": {
+        "num_return_sequences": 4,
+        "do_sample": True,
+        "top_k": 20,
+        "max_new_tokens": 12,
+    },
+    "prefill-chunks": {"prefill_chunk_size": 5, "max_new_tokens": 10},
+    "no-cache": {"use_cache": False, "max_new_tokens": 5},
+    "static-cache": {"cache_implementation": "static", "max_new_tokens": 5},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "max_new_tokens": 10},
+    "guidance": {"guidance_scale": 1.5, "max_new_tokens": 6},
+    "max-length": {"max_length": 25},
+    "default-length": {},
+}
+"""Arguments of `generate`, by what they ask for."""
+
 
 @functools.cache
 def _original(name: str) -> transformers.PreTrainedModel:
@@ -80,6 +108,12 @@ def small_config(**changes: Any) -> sparsekv.CacheConfig:
     """Regions so small that a few dozen tokens fill them."""
     sizes: dict[str, Any] = {"window_size": 6, "block_size": 2, "ping_pong_tokens": 6}
     return sparsekv.CacheConfig(**(sizes | changes))
+
+
+def same_logits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Of float32 models: equal but for the order of sums, which on CUDA are longer ones at once."""
+    tolerance = 1e-4 if got.is_cuda else 1e-5
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
 def same_tokens(plain: Any, patched: Any, *args: Any, seed: int | None = None, **kwargs: Any):

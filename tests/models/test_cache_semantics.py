@@ -1,4 +1,6 @@
-"""The cache object itself, against transformers' DynamicCache as the perfect model."""
+"""The cache object itself, against transformers' DynamicCache as the perfect model; what changes
+length or rows also on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import deepseek_v4_zoo
 import pytest
 import torch
 import transformers
-from model_zoo import CONFIGS, build
+from model_zoo import CONFIGS, build, same_logits
 from transformers import DynamicCache
 
 import sparsekv
@@ -27,7 +29,7 @@ from sparsekv.models import compat
 
 def _feed(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return model(tokens, **{compat.CACHE_KW: cache}).logits
+        return model(tokens.to(model.device), **{compat.CACHE_KW: cache}).logits
 
 
 def _tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -35,10 +37,11 @@ def _tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.fixture(params=["llama", "qwen3_moe"])
-def both(request: pytest.FixtureRequest, make_patched: Any) -> Any:
+def both(request: pytest.FixtureRequest, make_patched: Any, device: str) -> Any:
     """(model, reference cache, patched model, its cache), all with the same 20 tokens."""
     patched = make_patched(request.param, cpu_share=0.5)
-    plain = build(request.param)
+    patched.model.to(device)
+    plain = build(request.param).to(device)
     reference, cache = DynamicCache(config=plain.config), patched.new_cache()
     _feed(plain, reference, _tokens(3, 20))
     _feed(patched.model, cache, _tokens(3, 20))
@@ -51,7 +54,7 @@ def _assert_same_future(both: Any, rows: int) -> None:
     for seed, length in ((7, 1), (8, 5), (9, 1)):
         step = _tokens(rows, length, seed)
         expected, got = _feed(plain, reference, step), _feed(model, cache, step)
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        same_logits(got, expected)
 
 
 @pytest.mark.parametrize("removed", range(21))
@@ -278,11 +281,12 @@ def test_another_dtype_is_refused_and_nothing_is_lost(both) -> None:
 
 def test_cache_of_another_model_is_refused_and_nothing_is_lost(both, make_patched) -> None:
     *_, cache = both
-    other = make_patched("llama", cpu_share=0.5)
+    other = make_patched("llama", cpu_share=0.5).model.to(both[0].device)
     with pytest.raises(CacheStateError, match="another model"):
-        _feed(other.model, cache, _tokens(3, 9))
+        _feed(other, cache, _tokens(3, 9))
+    whole = _tokens(3, 25).to(other.device)
     with pytest.raises(CacheStateError, match="another model"):
-        other.model.generate(_tokens(3, 25), **{compat.CACHE_KW: cache}, max_new_tokens=2)
+        other.generate(whole, **{compat.CACHE_KW: cache}, max_new_tokens=2)
     _assert_same_future(both, rows=3)
 
 
@@ -308,8 +312,9 @@ def test_interrupted_forward_is_noticed_and_crop_repairs_it(both, monkeypatch) -
     assert cache.get_seq_length() == 23
     with pytest.raises(CacheStateError, match=r"interrupted.*crop\(-3\)"):
         _feed(model, cache, _tokens(3, 1))
+    whole = _tokens(3, 30).to(model.device)
     with pytest.raises(CacheStateError, match="interrupted"):
-        model.generate(_tokens(3, 30), **{compat.CACHE_KW: cache}, max_new_tokens=2)
+        model.generate(whole, **{compat.CACHE_KW: cache}, max_new_tokens=2)
     cache.crop(-3)
     _assert_same_future((plain, reference, model, cache), rows=3)
 

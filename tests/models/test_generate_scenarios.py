@@ -1,5 +1,5 @@
 """What people do with `generate` and `forward`, on every family: the patched model gives the same
-tokens.
+tokens, on the simulated accelerator and on CUDA.
 """
 
 from __future__ import annotations
@@ -7,26 +7,50 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_zoo import build, same_tokens
+from model_zoo import GENERATE_OPTIONS, build, same_logits, same_tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from sparsekv import CacheStateError
 from sparsekv.models import compat
 from sparsekv.models.cache import SparseKVCache
 
+LOWEST = torch.finfo(torch.float32).min
 FAMILIES = ["qwen3_moe", "mixtral", "llama", "mixtral_slides", "qwen3_moe_slides", "qwen3_mixed"]
 
 
+@pytest.fixture
+def make_patched(make_patched: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The same, with the model on the device."""
+
+    def make(name: str, **changes: Any) -> Any:
+        patched = make_patched(name, **changes)
+        patched.model.to(device)
+        return patched
+
+    return make
+
+
+@pytest.fixture
+def ids(ids: torch.Tensor, device: str) -> torch.Tensor:
+    """The same on the device, and so is `padded`, which is made of them."""
+    return ids.to(device)
+
+
 @pytest.fixture(params=FAMILIES)
-def pair(request: pytest.FixtureRequest, make_patched: Any) -> tuple[Any, Any, Any]:
+def pair(
+    request: pytest.FixtureRequest, make_patched: Callable[..., Any], device: str
+) -> tuple[Any, Any, Any]:
     """(model as it is, patched model, patch)."""
+    if device == "cuda" and request.param.endswith("slides"):
+        pytest.skip("every layer is transformers' own")
     patched = make_patched(request.param)
-    return build(request.param), patched.model, patched
+    return build(request.param).to(device), patched.model, patched
 
 
 def test_logits_agree_step_by_step(pair, ids) -> None:
@@ -37,35 +61,11 @@ def test_logits_agree_step_by_step(pair, ids) -> None:
             step = ids[:, start:stop]
             expected = plain(step, **{compat.CACHE_KW: reference}, use_cache=True).logits
             got = model(step, **{compat.CACHE_KW: cache}, use_cache=True).logits
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+            same_logits(got, expected)
     assert cache.get_seq_length() == 17
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"max_new_tokens": 20}, id="greedy"),
-        pytest.param({"num_beams": 4, "max_new_tokens": 10}, id="beams"),
-        pytest.param(
-            {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 10}, id="beams-returned"
-        ),
-        pytest.param({"num_beams": 3, "do_sample": True, "max_new_tokens": 8}, id="beam-sampling"),
-        pytest.param(
-            {"num_return_sequences": 4, "do_sample": True, "top_k": 20, "max_new_tokens": 12},
-            id="sampling-returned",
-        ),
-        pytest.param({"prefill_chunk_size": 5, "max_new_tokens": 10}, id="prefill-chunks"),
-        pytest.param({"use_cache": False, "max_new_tokens": 5}, id="no-cache"),
-        pytest.param({"cache_implementation": "static", "max_new_tokens": 5}, id="static-cache"),
-        pytest.param(
-            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "max_new_tokens": 10},
-            id="processors",
-        ),
-        pytest.param({"guidance_scale": 1.5, "max_new_tokens": 6}, id="guidance"),
-        pytest.param({"max_length": 25}, id="max-length"),
-        pytest.param({}, id="default-length"),
-    ],
-)
+@pytest.mark.parametrize("options", GENERATE_OPTIONS.values(), ids=GENERATE_OPTIONS)
 @pytest.mark.parametrize("left_padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 def test_generate_gives_the_same_tokens(pair, ids, padded, options, left_padded) -> None:
@@ -74,10 +74,10 @@ def test_generate_gives_the_same_tokens(pair, ids, padded, options, left_padded)
     same_tokens(plain, model, **inputs, seed=3, **options)
 
 
-def test_prompt_lookup(pair) -> None:
+def test_prompt_lookup(pair, device) -> None:
     repetitive = torch.randint(1, 90, (1, 6), generator=torch.Generator().manual_seed(2))
     options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20}
-    same_tokens(pair[0], pair[1], repetitive.repeat(1, 4), **options)
+    same_tokens(pair[0], pair[1], repetitive.repeat(1, 4).to(device), **options)
 
 
 @pytest.mark.parametrize("assistant_is_patched", [False, True])
@@ -98,7 +98,7 @@ def test_chat_over_three_turns_with_the_returned_cache(pair, ids) -> None:
     def chat(model: Any) -> tuple[torch.Tensor, Any]:
         sequence, cache = ids[:1], None
         for question in ([], [7, 8, 9], [3, 4]):
-            sequence = torch.cat([sequence, torch.tensor([question], dtype=torch.long)], 1)
+            sequence = torch.cat([sequence, sequence.new_tensor([question])], 1)
             given = {} if cache is None else {compat.CACHE_KW: cache}
             out = model.generate(
                 sequence,
@@ -135,7 +135,7 @@ def test_one_prefix_two_continuations_by_deepcopy(pair, ids) -> None:
         with torch.no_grad():
             who(ids[:1, :10], **{compat.CACHE_KW: prefix}, use_cache=True)
         for tail in ([5, 6, 7], [8, 9]):
-            whole = torch.cat([ids[:1, :10], torch.tensor([tail])], 1)
+            whole = torch.cat([ids[:1, :10], ids.new_tensor([tail])], 1)
             branch = {compat.CACHE_KW: copy.deepcopy(prefix)}
             outputs.append(who.generate(whole, **branch, max_new_tokens=5, do_sample=False))
         assert prefix.get_seq_length() == 10
@@ -155,7 +155,7 @@ def test_forward_without_a_cache_of_ours(pair, padded) -> None:
         with torch.no_grad():
             expected = plain(**padded, use_cache=use_cache).logits[real]
             got = model(**padded, use_cache=use_cache).logits[real]
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        same_logits(got, expected)
 
 
 def test_training_step(pair, ids) -> None:
@@ -186,29 +186,29 @@ def test_copied_model_is_patched_on_its_own(pair, ids) -> None:
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_mask_per_query_and_key(pair, ids, kind) -> None:
     plain, model, patched = pair
-    visible = torch.tril(torch.ones(17, 17, dtype=torch.bool))
+    visible = torch.tril(torch.ones(17, 17, dtype=torch.bool, device=ids.device))
     visible[8:, 2:4] = False  # a hole that no padding mask can say
     mask = visible.expand(3, 1, 17, 17)
     if kind == "float":
-        mask = torch.zeros(3, 1, 17, 17).masked_fill(~mask, torch.finfo(torch.float32).min)
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, LOWEST)
     with torch.no_grad():
         expected = plain(ids, attention_mask=mask, use_cache=False).logits
         got = model(ids, attention_mask=mask, use_cache=False).logits
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        same_logits(got, expected)
         if any(patched.new_cache().is_sliding):
             return  # a mask over all keys does not fit a layer that keeps only some
         cache = {compat.CACHE_KW: patched.new_cache()}
         first = model(ids[:, :9], attention_mask=mask[:, :, :9, :9], **cache).logits
         rest = model(ids[:, 9:], attention_mask=mask[:, :, 9:], **cache).logits
-    torch.testing.assert_close(torch.cat([first, rest], 1), expected, atol=1e-5, rtol=1e-5)
+    same_logits(torch.cat([first, rest], 1), expected)
 
 
 def test_packed_sequences(pair, ids) -> None:
-    positions = torch.cat([torch.arange(9), torch.arange(8)])[None].expand(3, -1)
+    positions = torch.cat([torch.arange(9), torch.arange(8)]).to(ids.device).expand(3, -1)
     with torch.no_grad():
         expected = pair[0](ids, position_ids=positions, use_cache=False).logits
         got = pair[1](ids, position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    same_logits(got, expected)
 
 
 def test_unpatched_model_fails_loudly_with_our_cache(pair, ids) -> None:
@@ -238,28 +238,32 @@ def test_accelerate_hooks_on_attention(pair, ids) -> None:
     assert len(calls) == 15
 
 
-def test_save_pretrained_leaves_no_trace(pair, ids) -> None:
+def test_save_pretrained_leaves_no_trace(pair, ids, device) -> None:
     plain, model, _ = pair
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         assert "sparsekv" not in json.dumps(json.loads(Path(folder, "config.json").read_text()))
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     same_tokens(plain, loaded, ids, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_other_supported_classes(make_patched, padded, name, options) -> None:
-    same_tokens(build(name), make_patched(name).model, **padded, max_new_tokens=16, **options)
+def test_other_supported_classes(make_patched, padded, device, name, options) -> None:
+    same_tokens(
+        build(name).to(device), make_patched(name).model, **padded, max_new_tokens=16, **options
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("window", [2, 4, 6, 64])
-def test_tokens_do_not_depend_on_where_they_lie(make_patched, padded, share, window) -> None:
+def test_tokens_do_not_depend_on_where_they_lie(
+    make_patched, padded, device, share, window
+) -> None:
     patched = make_patched(
         "qwen3_moe", cpu_share=share, window_size=window, ping_pong_tokens=2 * window
     )
-    same_tokens(build("qwen3_moe"), patched.model, **padded, max_new_tokens=24)
+    same_tokens(build("qwen3_moe").to(device), patched.model, **padded, max_new_tokens=24)
     stats = patched.stats()
     placed = (17 + 23) // window * window
     assert stats.num_tokens == 17 + 23
@@ -269,9 +273,11 @@ def test_tokens_do_not_depend_on_where_they_lie(make_patched, padded, share, win
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_tokens_do_not_depend_on_who_reads_them(make_patched, padded, tmp_path, options) -> None:
+def test_tokens_do_not_depend_on_who_reads_them(
+    make_patched, padded, device, tmp_path, options
+) -> None:
     patched = make_patched("qwen3", cpu_share=0.75, elastic=True, window_size=2, ping_pong_tokens=4)
-    same_tokens(build("qwen3"), patched.model, **padded, max_new_tokens=24, **options)
+    same_tokens(build("qwen3").to(device), patched.model, **padded, max_new_tokens=24, **options)
     stats = patched.stats()
     assert (stats.cpu_share, stats.placed_share) == (0.75, 0.6)
     assert stats.borrowed_bytes

@@ -114,15 +114,16 @@ def test_nan_in_padding_never_reaches_an_output() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_error_is_at_most_twice_the_unpatched_models(make_patched, name, dtype) -> None:
+def test_16_bit_error_is_at_most_twice_the_unpatched_models(
+    make_patched, device, name, dtype
+) -> None:
     """Logits under teacher forcing, against the float32 model: rounding may flip an expert."""
-    tokens = torch.cat([_prompt(48, seed) for seed in range(4)])
-    exact = build(name)
-    plain = copy.deepcopy(exact).to(dtype)
+    tokens = torch.cat([_prompt(48, seed) for seed in range(4)]).to(device)
+    plain = build(name).to(device, dtype)
     patched = make_patched(name, cpu_share=0.5)
-    patched.model.to(dtype)
+    patched.model.to(device, dtype)
     # The float32 reference has the rounded weights: what is compared is arithmetic.
-    exact.load_state_dict({k: v.float() for k, v in plain.state_dict().items()})
+    exact = copy.deepcopy(plain).float()
 
     def logits(model: Any, cache: Any = None) -> torch.Tensor:
         steps = [(0, 20), *((i, i + 1) for i in range(20, 40)), (40, 48)]

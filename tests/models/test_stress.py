@@ -15,24 +15,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from model_zoo import build, same_tokens
+from model_zoo import build, needs_cuda, same_tokens
 
 from sparsekv import CapacityError
 from sparsekv.device import CudaAccelerator
 from sparsekv.models import compat
 
-needs_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
 _HANGS_S = 20.0
 """A device that needs as long for what a step leaves behind will not come to an end at all."""
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def random_ids(rows: int, length: int, seed: int) -> torch.Tensor:
