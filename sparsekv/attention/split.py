@@ -16,6 +16,11 @@ from sparsekv.format.views import KVView, LayerViews
 
 Load = Callable[[tuple[KVView, ...]], Iterable[KVView]]
 
+_MOST_RESULTS = 4
+"""Results held until they are merged: of a long prompt's queries each takes more than their keys
+and values, and a long context is loaded in hundreds of parts.
+"""
+
 
 def split_attention(
     query: Tensor,
@@ -70,7 +75,10 @@ def split_attention(
     parts = [question.attend(part) for part in views.window]
     if views.pinned:
         loaded = (part.to(query.device) for part in views.pinned)
-        parts += [question.attend(part) for part in (load(views.pinned) if load else loaded)]
+        for part in load(views.pinned) if load else loaded:
+            if len(parts) >= _MOST_RESULTS:
+                parts = [merge_partials(parts)]
+            parts.append(question.attend(part))
     if finish is not None:
         parts += finish()
     return merge_partials(parts or [_nothing(query)], attn_sink)

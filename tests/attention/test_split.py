@@ -1,5 +1,6 @@
 """Split attention: where tokens lie makes no difference to what attention gives."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsekv.attention import split_attention
+from sparsekv.attention.host import Question
 from sparsekv.errors import LayoutError
 from sparsekv.format.views import KVView, LayerViews
 from sparsekv.kernels import reference
@@ -161,6 +163,27 @@ def test_loaded_parts_are_used_up_one_by_one() -> None:
     torch.testing.assert_close(out, want_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
     assert asked == [views.pinned]
+
+
+def test_the_results_held_at_a_time_do_not_grow_with_the_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attend, held, most = Question.attend, weakref.WeakSet[Tensor](), 0
+
+    def counted(question: Question, part: KVView) -> tuple[Tensor, Tensor]:
+        nonlocal most
+        out, lse = attend(question, part)
+        held.add(out)
+        most = max(most, len(held))
+        return out, lse
+
+    monkeypatch.setattr(Question, "attend", counted)
+    key, value = sequence(5, 40 * TOKENS)
+    parts = tuple(view(key, value, [start]) for start in range(0, 40 * TOKENS, TOKENS))
+    out, lse = split_attention(queries(5, 3), LayerViews((), (), parts), SCALE)
+    expected = dense(queries(5, 3), key, value)
+    torch.testing.assert_close((out, lse), expected, atol=1e-6, rtol=1e-5)
+    assert most <= 5
 
 
 def test_nothing_is_loaded_when_nothing_is_pinned() -> None:
