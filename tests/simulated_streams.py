@@ -2,9 +2,11 @@
 flags allow: a result that depends on the way is a race.
 """
 
+import math
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -118,6 +120,28 @@ class LateAccelerator(SimulatedAccelerator):
 
     def new_stream(self):
         return LateStream(self)
+
+
+class MeteredAccelerator(LateAccelerator):
+    """Late, and knows how much of its memory is held, by tensors and by what is yet to be done."""
+
+    def __init__(self):
+        super().__init__()
+        self.held_bytes = self.peak_bytes = 0
+
+    def empty(self, shape, dtype):
+        block = _Block(math.prod(shape) * dtype.itemsize)
+        self.held_bytes += len(block)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        weakref.finalize(block, self._free, len(block))
+        return torch.frombuffer(block, dtype=dtype).view(shape)
+
+    def _free(self, num_bytes):
+        self.held_bytes -= num_bytes
+
+
+class _Block(bytearray):
+    """Memory of one tensor; lives as long as any view of it."""
 
 
 class RefusingAccelerator(LateAccelerator):

@@ -82,7 +82,8 @@ class TestTables:
         regions = ("window_bytes", "ping_pong_bytes", "unpinned_bytes", "pinned_bytes")
         expected = [plan["weights"]["bytes"], *(placed or [plan[name] for name in regions])]
         assert shown_bytes == [format_bytes(count) for count in expected]
-        assert plan["gpu_bytes"] + plan["weights"]["bytes"] == plan["vram_bytes"]
+        on_gpu = plan["gpu_bytes"] + plan["prompt_bytes"]
+        assert on_gpu + plan["weights"]["bytes"] == plan["vram_bytes"]
 
         forecast = rows[-len(plan["lengths"]) :]
         for row, length in zip(forecast, plan["lengths"], strict=True):

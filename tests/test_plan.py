@@ -225,7 +225,10 @@ def test_regions_are_those_of_the_partition(
     spec = sparsekv.CacheConfig().spec(planned.model.geometry, batch_size)
     assert planned.memory.footprint == spec.footprint(10_000, share)
     assert planned.demand.ram_bytes == planned.memory.cpu_bytes
-    assert planned.demand.vram_bytes == planned.memory.gpu_bytes + planned.model.weight_bytes
+    leaving = spec.leaving_bytes(planned.prompt_tokens)
+    assert planned.memory.prompt_bytes == leaving
+    on_gpu = planned.memory.gpu_bytes + leaving
+    assert planned.demand.vram_bytes == on_gpu + planned.model.weight_bytes
 
 
 @pytest.mark.parametrize("name", known_names())
@@ -271,16 +274,23 @@ def demand_of(asked: Demand, remedy: Remedy, **more: int) -> Demand:
     model=st.sampled_from([SMALL, *(size_of(name) for name in known_names())]),
     batch_size=st.integers(1, 40),
     num_tokens=st.integers(1, 40_000),
+    prompt_tokens=st.integers(1, 50_000),
     ram=st.floats(0, 1.5),
     vram=st.floats(0, 1.5),
 )
 def test_every_remedy_fits_and_one_more_does_not(
-    model: ModelSize, batch_size: int, num_tokens: int, ram: float, vram: float
+    model: ModelSize,
+    batch_size: int,
+    num_tokens: int,
+    prompt_tokens: int,
+    ram: float,
+    vram: float,
 ) -> None:
     asked = Demand(
         model=model,
         batch_size=batch_size,
         num_tokens=num_tokens,
+        prompt_tokens=prompt_tokens,
         config=sparsekv.CacheConfig(entry_format="native"),
     )
     budget = Budget(
@@ -316,9 +326,9 @@ def remedies(name: str, ram_gib: float, vram_gib: float, **options: int) -> list
 def test_only_what_helps_is_proposed() -> None:
     assert remedies("qwen3-30b-a3b", 193, 58) == []
     assert remedies("qwen3-30b-a3b", 120, 58) == [{"batch_size"}, {"num_tokens"}]
-    # The context takes nothing on the GPU.
+    # A context beyond the prompt takes nothing on the GPU.
     moved = {"experts_on_cpu"}
-    assert remedies("qwen3-30b-a3b", 300, 57) == [{"batch_size"}, {"window_size"}, moved]
+    assert remedies("qwen3-30b-a3b", 300, 57.2) == [{"batch_size"}, {"window_size"}, moved]
     assert remedies("qwen3-30b-a3b", 300, 20) == [moved]
     assert remedies("qwen3-30b-a3b", 193, 20) == [
         {"experts_on_cpu", "batch_size"},

@@ -44,7 +44,7 @@ def _print_memory(plan: Plan) -> None:
         per_token = format_bytes(memory.geometry.bytes_per_token)
         print_text(
             f"Each token takes {per_token} in {memory.geometry.num_layers} layers; the cache keeps "
-            f"{format_bytes(memory.gpu_bytes)} on the GPU, whatever the context."
+            f"{format_bytes(memory.gpu_bytes)} on the GPU, whatever the context. {_leaving(plan)}"
         )
         return
     rows = [[f"all {len(memory.geometry.layer_kinds)}", "weights", "GPU", weights]]
@@ -60,7 +60,15 @@ def _print_memory(plan: Plan) -> None:
     print_text(
         f"Each token adds {adds}. The cache keeps {format_bytes(memory.gpu_bytes)} on the GPU: "
         f"index keys and HCA entries, {format_bytes(growing)}, grow with the context, "
-        f"{format_bytes(memory.gpu_bytes - growing)} do not."
+        f"{format_bytes(memory.gpu_bytes - growing)} do not. {_leaving(plan)}"
+    )
+
+
+def _leaving(plan: Plan) -> str:
+    """What a prompt takes besides, for a while."""
+    return (
+        f"{plan.prompt_tokens:,} tokens that are read at once take "
+        f"{format_bytes(plan.memory.prompt_bytes)} more there until they have left for the CPU."
     )
 
 
@@ -87,9 +95,8 @@ def _print_fit(plan: Plan) -> None:
     if not plan.fits and not plan.remedies:
         print_text("No smaller batch, shorter context or smaller window makes it fit.")
     print_text(
-        "Weights and the cache are counted. Activations are not, nor a prompt's keys and values "
-        "on their way from the GPU, nor what the CPU's memory holds ahead of need: leave room for "
-        "them."
+        "Weights, the cache and what a prompt takes on its way are counted. Activations are not, "
+        "nor what the CPU's memory holds ahead of need: leave room for them."
     )
 
 

@@ -18,6 +18,8 @@ class Demand:
     model: ModelSize
     batch_size: int
     num_tokens: int
+    prompt_tokens: int
+    """Of the context, read at once; all of a shorter one."""
     config: CacheConfig
     """Window, block and entry format."""
     experts_on_cpu: bool = False
@@ -41,9 +43,10 @@ class Demand:
             self.config,
             batch_size=self.batch_size,
             num_tokens=self.num_tokens,
+            prompt_tokens=min(self.prompt_tokens, self.num_tokens),
             placed_share=0.0,  # no sum over regions of one memory depends on it
         )
-        return planned.cpu_bytes, planned.gpu_bytes
+        return planned.cpu_bytes, planned.gpu_bytes + planned.prompt_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ class RegionPlan:
 
     geometry: KVGeometry
     footprint: Footprint
+    prompt_bytes: int
+    """Bytes on the GPU of the prompt's keys and values, for as long as they have not left it."""
 
     @property
     def cpu_bytes(self) -> int:
@@ -52,6 +54,7 @@ class RegionPlan:
             "unpinned_bytes": footprint.unpinned_bytes,
             "pinned_bytes": footprint.pinned_bytes,
             "gpu_bytes": self.gpu_bytes,
+            "prompt_bytes": self.prompt_bytes,
             "cpu_bytes": self.cpu_bytes,
         }
 
@@ -65,6 +68,8 @@ class CompressedPlan:
     """Of the kinds that the model has."""
     pool: Footprint
     """CSA's entries; ping-pong apart, which this model does not use."""
+    prompt_bytes: int
+    """Bytes on the GPU of the prompt's entries, for as long as they have not left it."""
 
     @property
     def cpu_bytes(self) -> int:
@@ -128,6 +133,7 @@ class CompressedPlan:
             "pinned_bytes": self.pool.pinned_bytes,
             "gpu_bytes": self.gpu_bytes,
             "growing_gpu_bytes": self.growing_gpu_bytes,
+            "prompt_bytes": self.prompt_bytes,
             "cpu_bytes": self.cpu_bytes,
         }
 
@@ -141,10 +147,11 @@ def plan_memory(
     *,
     batch_size: int,
     num_tokens: int,
+    prompt_tokens: int,
     placed_share: float,
 ) -> MemoryPlan:
-    """What the cache of `batch_size` sequences of `num_tokens` tokens takes, with `placed_share` of
-    them unpinned.
+    """What the cache of `batch_size` sequences of `num_tokens` tokens takes, of which
+    `prompt_tokens` are read at once, with `placed_share` of them unpinned.
 
     Raises:
         LayoutError: a batch size that is not a positive whole number, or a share outside [0, 1].
@@ -152,10 +159,12 @@ def plan_memory(
     if isinstance(geometry, KVGeometry):
         spec = config.spec(geometry, batch_size)
         footprint = spec.footprint(num_tokens, placed_share)
-        return RegionPlan(geometry=geometry, footprint=footprint)
+        leaving = spec.leaving_bytes(prompt_tokens)
+        return RegionPlan(geometry=geometry, footprint=footprint, prompt_bytes=leaving)
     spec = config.entry_spec(geometry, batch_size)
     return CompressedPlan(
         geometry=geometry,
         kinds=tuple(k for k in geometry.footprint(num_tokens, batch_size) if k.num_layers),
         pool=spec.footprint(num_tokens // geometry.csa_ratio, placed_share),
+        prompt_bytes=spec.leaving_bytes(prompt_tokens // geometry.csa_ratio),
     )

@@ -201,10 +201,17 @@ def plan_run(
         raise LayoutError(f"cpu_share={cpu_share!r}: must be 'auto' or a number from 0 to 1")
     if cpu_share != "auto":
         check_share("cpu_share", cpu_share)
-    demand = Demand(model=model, batch_size=batch_size, num_tokens=num_tokens, config=config)
+    prompt_tokens = min(prompt_tokens, num_tokens)
+    demand = Demand(
+        model=model,
+        batch_size=batch_size,
+        num_tokens=num_tokens,
+        prompt_tokens=prompt_tokens,
+        config=config,
+    )
     path = SharePath(
         cost=rates.cost,
-        initial_positions=_placed(demand, min(prompt_tokens, num_tokens)),
+        initial_positions=_placed(demand, prompt_tokens),
         most_attended=model.selected_entries,
         fixed_share=_fixed_share(cpu_share, model, rates),
     )
@@ -213,6 +220,7 @@ def plan_run(
         config,
         batch_size=batch_size,
         num_tokens=num_tokens,
+        prompt_tokens=prompt_tokens,
         placed_share=path.running(_placed(demand, num_tokens)),
     )
     return Plan(
@@ -223,7 +231,7 @@ def plan_run(
         memory=memory,
         path=path,
         remedies=() if budget.holds(demand) else find_remedies(demand, budget),
-        prompt_tokens=min(prompt_tokens, num_tokens),
+        prompt_tokens=prompt_tokens,
     )
 
 

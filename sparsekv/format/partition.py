@@ -13,6 +13,11 @@ from sparsekv.checks import check_positive_int, check_share
 from sparsekv.errors import CapacityError, LayoutError
 from sparsekv.format.geometry import KVGeometry
 
+LEAVING_LAYERS = 3
+"""Layers of a prompt that are on the accelerator at a time: one attends to itself while two are
+copied.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
@@ -122,6 +127,16 @@ class PartitionSpec:
             unpinned_bytes=unpinned,
             pinned_bytes=total - unpinned,
         )
+
+    def leaving_bytes(self, num_tokens: int) -> int:
+        """Bytes on the accelerator, at most, of a prompt that is read at once and has not left for
+        host memory yet.
+
+        Args:
+            num_tokens: tokens of each row, read at once.
+        """
+        per_layer = num_tokens * self.batch_size * self.geometry.bytes_per_token_per_layer
+        return min(self.geometry.num_layers, LEAVING_LAYERS) * per_layer
 
 
 def _check_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
