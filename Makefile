@@ -80,8 +80,8 @@ endef
 $(eval $(call SANITIZED,thread))
 $(eval $(call SANITIZED,address))
 
-test-compute-sanitizer: $(INSTALLED) ## Run the GPU kernels under CUDA's compute-sanitizer, if there is one
-	$(BIN)/python tests/kernels/compute_sanitizer.py
+test-compute-sanitizer: $(INSTALLED) ## Run the GPU kernels under CUDA's compute-sanitizer
+	PYTHONPATH=. $(BIN)/python tests/kernels/compute_sanitizer.py
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 
 TABLES: dict[str, tuple[str, Callable[[list[Result]], str]]] = {
     "ceilings": ("ceilings", tables.ceilings),
+    "compute_sanitizer": ("compute_sanitizer", tables.compute_sanitizer),
     "cpu_attention": ("cpu_attention", tables.cpu_attention),
     "cpu_attention in short": ("cpu_attention", tables.cpu_attention_in_short),
     "cpu_gather": ("cpu_gather", tables.cpu_gather),

@@ -34,6 +34,15 @@ def ceilings(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
+def compute_sanitizer(results: Sequence[Result]) -> str:
+    """What each tool found, and how long it watched."""
+    parts = []
+    for result in results:
+        lines = [[row["tool"], row["errors"], f"{row['seconds']:.0f}"] for row in result.rows]
+        parts += [provenance(result), markdown(["tool", "errors", "seconds"], lines)]
+    return "\n\n".join(parts)
+
+
 def cpu_attention(results: Sequence[Result]) -> str:
     """GB/s of keys and values of each shape and way, over threads; errors; targets."""
     parts = []
