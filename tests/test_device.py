@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sparsekv.device import SimulatedAccelerator, open_accelerator
-from sparsekv.errors import LayoutError
+from sparsekv.device import CudaAccelerator, SimulatedAccelerator, cuda, open_accelerator
+from sparsekv.errors import CacheStateError, LayoutError
 
 
 def test_the_cpu_is_the_simulated_accelerator():
@@ -57,3 +57,77 @@ def test_registrations_are_kept_until_they_are_undone():
     accelerator.unregister(4096)
     accelerator.unregister(4096)  # what was never done need not be undone
     assert accelerator.registered == {}
+
+
+class _Driver:
+    """Has the functions for flags."""
+
+    def cuStreamWaitValue32_v2(self):
+        """Not called here."""
+
+    cuStreamWriteValue32_v2 = cuStreamWaitValue32_v2
+
+
+class _FlagStream:
+    def __init__(self, reached, error=None):
+        self._reached = reached
+        self._error = error
+
+    def write_flag(self, word, value):
+        if self._reached:
+            word.fill_(value)
+
+    def wait_flag(self, word, value):
+        if self._error:
+            raise CacheStateError(self._error)
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def cuda_with(monkeypatch):
+    """A CUDA device, as far as flags are tried on it."""
+    monkeypatch.setattr(cuda, "_flags_work", {})
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+
+    def make(stream, driver):
+        accelerator = CudaAccelerator.__new__(CudaAccelerator)
+        accelerator.device, accelerator._driver = torch.device("cuda", 0), driver
+        monkeypatch.setattr(CudaAccelerator, "new_stream", lambda self: stream)
+        return accelerator
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("stream", "driver", "reason"),
+    [
+        (_FlagStream(True), object(), "the driver has no such functions"),
+        (_FlagStream(True, "failed with error 801"), _Driver(), "failed with error 801"),
+        (_FlagStream(False), _Driver(), "a flag that was written is not seen"),
+    ],
+)
+def test_flags_that_do_not_work_are_told_of_once_and_not_used(
+    cuda_with, stream, driver, reason, caplog
+):
+    accelerator = cuda_with(stream, driver)
+    assert [accelerator.has_flags for _ in range(3)] == [False] * 3
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+    assert "cuda:0" in record.getMessage()
+
+
+def test_flags_are_tried_once_for_each_device(cuda_with, caplog):
+    assert cuda_with(_FlagStream(True), _Driver()).has_flags
+    assert cuda_with(None, None).has_flags
+    assert cuda._flags_work == {0: True}
+    assert not caplog.records
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_flags_work_on_cuda(monkeypatch, caplog):
+    monkeypatch.setattr(cuda, "_flags_work", {})
+    assert open_accelerator("cuda").has_flags
+    assert not caplog.records

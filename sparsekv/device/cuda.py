@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -27,6 +28,14 @@ _ARGUMENTS = {
     "cuStreamWriteValue32_v2": (ctypes.c_void_p, ctypes.c_uint64, _WORD, ctypes.c_uint),
 }
 """What the driver's functions take, so that plain numbers can be given."""
+
+
+_FLAG_FUNCTIONS = ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2")
+
+_flags_work: dict[int, bool] = {}
+"""By the index of devices that were tried."""
+
+logger = logging.getLogger(__name__)
 
 
 class CudaAccelerator(Accelerator):
@@ -54,7 +63,36 @@ class CudaAccelerator(Accelerator):
 
     @property
     def has_flags(self) -> bool:
-        return hasattr(self._driver, "cuStreamWaitValue32_v2")
+        index = self.device.index
+        if index not in _flags_work:
+            try:
+                word = torch.zeros(1, dtype=torch.int32).pin_memory()
+            except RuntimeError:  # none to try with, nor for the flags of a cache
+                return True
+            _flags_work[index] = self._try_flags(word)
+        return _flags_work[index]
+
+    def _try_flags(self, word: Tensor) -> bool:
+        """Write a flag and wait for it, once: a driver may name what its device does not do."""
+        reason = "the driver has no such functions"
+        if all(hasattr(self._driver, name) for name in _FLAG_FUNCTIONS):
+            stream = self.new_stream()
+            try:
+                stream.write_flag(word, 1)
+                stream.wait_flag(word, 1)
+                stream.synchronize()
+                if int(word) == 1:
+                    return True
+                reason = "a flag that was written is not seen"
+            except CacheStateError as error:
+                reason = str(error)
+        logger.warning(
+            "%s: streams cannot wait for flags in host memory (%s), so the calling thread waits "
+            "for the CPU's part of attention in each layer; a newer driver may help",
+            self.device,
+            reason,
+        )
+        return False
 
     @property
     def has_queue(self) -> bool:
