@@ -4,6 +4,8 @@ import contextlib
 import functools
 import linecache
 import sys
+import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -233,6 +235,27 @@ def accelerators(make):
 def build_faulty(spec_=None, share=0.5, stream_type=SimulatedStream):
     with accelerators(lambda: FaultyAccelerator(stream_type)):
         return build(spec_, share)
+
+
+_HANGS_S = 20.0
+"""A device that works as long on what a step leaves behind will not come to an end at all."""
+
+
+def _synchronize():
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+def seconds_to_synchronize():
+    """How long CUDA's devices still work, if there are any; fails instead of hanging."""
+    if not torch.cuda.is_available():
+        return 0.0
+    start = time.perf_counter()
+    done = threading.Thread(target=_synchronize, daemon=True)
+    done.start()
+    done.join(_HANGS_S)
+    assert not done.is_alive(), "the device waits for something that never comes"
+    return time.perf_counter() - start
 
 
 _TAKING_A_LOCK = ("with self._lock", "with _loading")

@@ -6,7 +6,7 @@ import weakref
 import prepared_ops
 import pytest
 import torch
-from harness import Twin, accelerators, build, geometry, regions, spec
+from harness import Twin, accelerators, build, geometry, new_tokens, regions, spec
 from simulated_streams import ACCELERATORS
 from test_step import TOLERANCE, assert_attends, assert_redone_after_ctrl_c, whole
 
@@ -25,8 +25,18 @@ gpu = [
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
+second_gpu = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device")
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=gpu),
+        pytest.param("cuda:1", marks=[pytest.mark.gpu, second_gpu]),
+    ]
+)
 def device(request):
+    """Another one than the current one, too."""
     return request.param
 
 
@@ -34,7 +44,7 @@ def device(request):
 def _prepared(request, monkeypatch):
     if dispatch.attention_jobs() is None:
         pytest.skip("no native library")
-    if "device" in request.fixturenames and request.getfixturevalue("device") == "cuda":
+    if "device" in request.fixturenames and request.getfixturevalue("device") != "cpu":
         return
     for module in (decode, in_place, window):
         monkeypatch.setattr(module, "decode_ops_for", lambda device: prepared_ops)
@@ -90,6 +100,45 @@ def test_what_stays_is_prepared_once():
     counts = prepared_ops.PreparedAttention.count, prepared_ops.PreparedAppend.count
     steps(twin, 50)
     assert counts == (prepared_ops.PreparedAttention.count, prepared_ops.PreparedAppend.count)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("evicts", [False, True], ids=["", "evicting"])
+@pytest.mark.parametrize("reads_in_place", [True, False], ids=["in place", "copies"])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_step_on_cuda_waits_for_nothing_and_takes_no_memory(share, reads_in_place, evicts):
+    """All of it is enqueued while the device sleeps."""
+    twin = Twin(build(spec(geometry(num_layers=8), window_size=16), share, device="cuda"))
+    twin.cache.reads_in_place = reads_in_place
+    twin.append(74 if evicts else 72)
+    steps(twin, 5)
+    layers = range(8)
+    new = [new_tokens(twin.cache, 1) for _ in layers]
+    queries = torch.randn(8, 2, 4, 1, 4, device="cuda")
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["num_device_alloc"]
+    num_placed = twin.cache.num_placed_tokens
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    awake = torch.cuda.Event()
+    awake.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = []
+        for layer_idx in layers:
+            twin.cache.append(layer_idx, *new[layer_idx])
+            found.append(attend(twin.cache, layer_idx, queries[layer_idx], 0.3))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not awake.query()
+    assert torch.cuda.memory_stats()["num_device_alloc"] == allocations
+    assert (twin.cache.num_placed_tokens > num_placed) is evicts
+    for layer_idx in layers:
+        twin.note(layer_idx, *new[layer_idx])
+        expected = whole(twin, layer_idx, queries[layer_idx], 0.3)
+        torch.testing.assert_close(found[layer_idx], expected, atol=1e-5, rtol=1e-5)
+    twin.check()
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
@@ -327,11 +376,14 @@ def test_a_cancelled_job_gives_nan_and_an_error_at_the_next_step(device, monkeyp
 
 
 @pytest.mark.parametrize("stride", [23, pytest.param(3, marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_line_of_a_step_leaves_it_to_be_done_again(stride):
-    twin = Twin(build(spec(window_size=8, batch_size=1), share=0.5))
+@pytest.mark.parametrize("reads_in_place", [True, False])
+def test_ctrl_c_at_any_line_of_a_step_leaves_it_to_be_done_again(stride, reads_in_place, device):
+    """And a device that comes to rest within a second."""
+    twin = Twin(build(spec(window_size=8, batch_size=1), share=0.5, device=device))
+    twin.cache.reads_in_place = reads_in_place
     twin.append(57)
     steps(twin, 2)
-    query = torch.randn(1, 4, 1, 4)
+    query = torch.randn(1, 4, 1, 4, device=device)
     assert_redone_after_ctrl_c(twin, query, stride)
 
 

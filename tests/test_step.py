@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import Twin, build, geometry, interrupt, regions, spec
+from harness import Twin, build, geometry, interrupt, regions, seconds_to_synchronize, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +62,7 @@ def assert_redone_after_ctrl_c(twin, query, stride):
     expected = [whole(twin, layer_idx, query, 0.3) for layer_idx in range(2)]
     at_line = 1
     while interrupt(at_line, lambda: attend(twin.cache, 0, query, 0.3)):
+        assert seconds_to_synchronize() < 1.0
         for layer_idx in (1, 0):
             found = attend(twin.cache, layer_idx, query, 0.3)
             torch.testing.assert_close(found, expected[layer_idx], atol=1e-5, rtol=1e-5)

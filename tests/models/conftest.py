@@ -38,9 +38,15 @@ def make_patched() -> Iterator[Callable[..., Any]]:
         patched.restore()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=model_zoo.needs_cuda)])
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=model_zoo.needs_cuda),
+        pytest.param("cuda:1", marks=model_zoo.needs_second_cuda),
+    ]
+)
 def device(request: pytest.FixtureRequest) -> str:
-    """The simulated accelerator, and CUDA where there is a device."""
+    """The simulated accelerator, and CUDA where there is a device: the current one, and another."""
     return request.param
 
 

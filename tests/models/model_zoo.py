@@ -28,6 +28,11 @@ needs_cuda = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+needs_second_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device"),
+]
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from harness import seconds_to_synchronize
 from model_zoo import build, needs_cuda, same_tokens
 
 from sparsekv import CapacityError
@@ -22,24 +23,12 @@ from sparsekv.device import CudaAccelerator
 from sparsekv.models import compat
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
-_HANGS_S = 20.0
-"""A device that needs as long for what a step leaves behind will not come to an end at all."""
+_MOST_S = 1.0
+"""That a device works on for what a step leaves behind."""
 
 
 def random_ids(rows: int, length: int, seed: int) -> torch.Tensor:
     return torch.randint(1, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def seconds_to_synchronize() -> float:
-    """How long the device still works; fails instead of hanging."""
-    if not torch.cuda.is_available():
-        return 0.0
-    start = time.perf_counter()
-    done = threading.Thread(target=torch.cuda.synchronize, daemon=True)
-    done.start()
-    done.join(_HANGS_S)
-    assert not done.is_alive(), "the device waits for something that never comes"
-    return time.perf_counter() - start
 
 
 @pytest.mark.parametrize(
@@ -98,7 +87,7 @@ def ctrl_c_after(seconds: float) -> Iterator[None]:
 def test_ctrl_c_at_any_moment_leaves_device_and_model_in_order(
     make_patched: Callable[..., Any], device: str, share: float
 ) -> None:
-    num_points = 12 if device == "cuda" else 5
+    num_points = 5 if device == "cpu" else 12
     plain = build("qwen3_moe").to(device)
     model = make_patched("qwen3_moe", cpu_share=share).model.to(device)
     prompt = random_ids(3, 17, seed=0).to(device)
@@ -109,16 +98,15 @@ def test_ctrl_c_at_any_moment_leaves_device_and_model_in_order(
     model.generate(prompt, **OPTIONS)
     seconds_to_synchronize()
     whole = time.perf_counter() - start
-    num_struck, longest = 0, 0.0
+    num_struck = 0
     for i in range(num_points):
         try:
             with ctrl_c_after(whole * (i + 0.5) / num_points):
                 model.generate(prompt, **OPTIONS)
         except KeyboardInterrupt:
             num_struck += 1
-        longest = max(longest, seconds_to_synchronize())
+        assert seconds_to_synchronize() < _MOST_S
         assert torch.equal(model.generate(prompt, **OPTIONS), expected)
-    print(f"{num_struck} of {num_points} struck; then the device worked {longest:.3f} s at most")
     assert num_struck
 
 
@@ -144,7 +132,7 @@ def test_caches_that_are_made_used_and_dropped_leave_nothing(
     make_patched: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is dropped while the device still works for it: nobody waits in between."""
-    num_cycles = 100 if device == "cuda" else 30
+    num_cycles = 30 if device == "cpu" else 100
     found = registered(monkeypatch)
     patched = make_patched("llama", cpu_share=0.5)
     model, prompt = patched.model.to(device), random_ids(3, 30, seed=0).to(device)
@@ -159,7 +147,7 @@ def test_caches_that_are_made_used_and_dropped_leave_nothing(
     def state() -> tuple[int, int, int]:
         gc.collect()
         seconds_to_synchronize()
-        on_device = torch.cuda.memory_allocated() if device == "cuda" else 0
+        on_device = 0 if device == "cpu" else torch.cuda.memory_allocated(device)
         return psutil.Process().memory_info().rss, sum(found.values()), on_device
 
     for _ in range(20):
