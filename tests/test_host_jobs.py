@@ -317,6 +317,7 @@ def test_a_process_ends_in_silence_after_a_step_that_failed(device):
 
         twin = Twin(build(share=0.5, device="{device}"))
         twin.append(30)
+        assert twin.cache.accelerator.has_flags  # tried by then
         type(twin.cache.accelerator.current_stream()).wait_flag = None
         try:
             attend(twin.cache, 0, torch.zeros(2, 4, 1, 4, device="{device}"), 0.3)

@@ -1,5 +1,6 @@
 """Windows on their way to the unpinned region, through fewer buffers than there are layers."""
 
+import gc
 import threading
 import time
 
@@ -131,3 +132,19 @@ def test_what_a_cancelled_job_has_lost_is_not_shown():
     twin.apply(lambda tensor: tensor[:, :, :0])
     twin.append(30)
     twin.check()
+
+
+def test_a_dropped_cache_gives_its_memory_back_at_once():
+    """Not when Python next looks for what refers to itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        twin = full_but_one(MANY)
+        twin.append(1)
+        twin.check()
+        registered = twin.cache.accelerator.registered
+        assert registered
+        del twin
+        assert not registered
+    finally:
+        gc.enable()

@@ -31,6 +31,7 @@ from sparsekv.kernels.dispatch import (
 )
 from sparsekv.regions import Registrar
 
+_NUM_FLAGS = 64
 _MOST_BYTES = 64 << 20
 """Of registered buffers: longer prompts are attended by calls."""
 
@@ -134,7 +135,8 @@ class HostJobs:
         if not self._flags:
             flags = self._registrar.make_flags()
             if flags is not None:
-                self._flags = [(Flag(flags[0], i), word) for i, word in enumerate(flags[0])]
+                words = flags[0, :_NUM_FLAGS]
+                self._flags = [(Flag(words, i), word) for i, word in enumerate(words)]
         host = self._larger(self._host, room.size, torch.float32)
         if not self._flags or host is None:
             return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -96,7 +96,8 @@ class _PlacingByJob:
 
     job: Job
     pairs: Pairs
-    bounce: _Bounce
+    filling: _Filling
+    """The last one of its bounce, which is not held: it holds this."""
     copied: Event
     """The bounce is full."""
     done: tuple[Tensor, int]
@@ -114,7 +115,7 @@ class _PlacingByJob:
         try:
             self.job.wait()
         except SparseKVError as error:
-            if self.bounce.turn != self.done[1]:
+            if self.filling.turn != self.done[1]:
                 raise CacheStateError(
                     "a segment on its way to the unpinned region is lost, since the job that takes "
                     f"it there did not run ({error}): reset the cache"
@@ -127,14 +128,19 @@ class _PlacingByJob:
 
 
 @dataclass(slots=True)
+class _Filling:
+    turn: int = 0
+    """In which the bounce was filled, or will be."""
+
+
+@dataclass(slots=True)
 class _Bounce:
     """Registered host memory of one window."""
 
     elements: Tensor
     index: int
     """Of its flag, which is set to the turn in which it was filled."""
-    turn: int = 0
-    """The last in which it was filled, or will be."""
+    last: _Filling = field(default_factory=_Filling)
     placing: Placing | None = None
     """Of what it holds; None: nothing yet."""
 
@@ -259,7 +265,7 @@ class Outbox:
         self._turn += 1
         if bounce.placing is not None:
             bounce.placing.hold(self.stream)
-        bounce.turn = self._turn
+        bounce.last.turn = self._turn
         return bounce
 
     def _placing(self, bounce: _Bounce, pairs: Pairs) -> Placing:
@@ -267,12 +273,13 @@ class Outbox:
         submit, flags = copy_jobs(), self._registrar.flags
         if submit is None or flags is None:
             return _PlacingByFunction(self.stream, pairs)
-        words, turn = flags[1], bounce.turn
+        words, turn = flags[1], bounce.last.turn
         filled, done = bounce.index, _MOST_BOUNCES + turn % _MOST_PLACINGS
         copies = [tuple(map(self._as_tokens, pair)) for pair in pairs]
         job = submit(copies, (Flag(words, filled), turn), (Flag(words, done), turn))
         self.stream.write_flag(words[filled], turn)
-        return _PlacingByJob(job, pairs, bounce, self.stream.record(), (words[done], turn))
+        copied = self.stream.record()
+        return _PlacingByJob(job, pairs, bounce.last, copied, (words[done], turn))
 
     def _as_tokens(self, segments: Tensor) -> Tensor:
         """Many tokens a head: the threads share them."""
