@@ -462,11 +462,13 @@ def test_all_ways_are_the_same_attention_on_cuda() -> None:
     ways: list[DecodeWay] = [*plain_ways(case), DynamicDecode(case)]
     ways += [DynamicDecode(case, is_offloaded=True), RegionDecode(case, 0.5, STEPS)]
     parts = RegionDecode(case, 0.5, 3 * STEPS)
-    steps = [way.step for way in ways]
-    steps.append(AblatedStep(case, parts, Transfer(parts.cache.spec, device, lambda h: h)).run)
-    expected, *others = (last_of(step) for step in steps)
-    for out in others:
-        torch.testing.assert_close(out, expected, atol=1e-2, rtol=2e-2)
+    steps = {way.name: way.step for way in ways}
+    own = Transfer(parts.cache.spec, device, lambda h: h)
+    steps["put together"] = AblatedStep(case, parts, own).run
+    found = {name: last_of(step) for name, step in steps.items()}
+    expected = found[ways[0].name]
+    errors = {name: (out - expected).abs().max().item() for name, out in found.items()}
+    assert max(errors.values()) < 3e-2, errors
 
 
 @pytest.mark.gpu

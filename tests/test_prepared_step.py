@@ -44,7 +44,8 @@ def device(request):
 def _prepared(request, monkeypatch):
     if dispatch.attention_jobs() is None:
         pytest.skip("no native library")
-    if "device" in request.fixturenames and request.getfixturevalue("device") != "cpu":
+    is_on_device = "device" in request.fixturenames and request.getfixturevalue("device") != "cpu"
+    if is_on_device or request.node.get_closest_marker("gpu"):
         return
     for module in (decode, in_place, window):
         monkeypatch.setattr(module, "decode_ops_for", lambda device: prepared_ops)

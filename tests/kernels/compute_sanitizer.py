@@ -44,16 +44,14 @@ def watch(compute_sanitizer: str, tool: str) -> Row:
     """
     status, output, _ = _run(compute_sanitizer, tool, "wrong")
     if status != _FOUND:
-        raise Unwatched(f"{tool} does not find a planted fault (status {status}):\n{output}")
+        raise Unwatched(f"{tool} does not find a planted fault (status {status})")
     status, output, seconds = _run(compute_sanitizer, tool, "calls")
     found = _NUM_ERRORS.findall(output)
     if not found:
-        raise Unwatched(f"{tool} ended without a summary (status {status}):\n{output}")
+        raise Unwatched(f"{tool} ended without a summary (status {status})")
     num_errors = sum(int(number) for pair in found for number in pair if number)
     if status and not num_errors:
-        raise Unwatched(f"the calls failed under {tool} (status {status}):\n{output}")
-    if num_errors:
-        print(output, file=sys.stderr)
+        raise Unwatched(f"the calls failed under {tool} (status {status})")
     return {"tool": tool, "errors": num_errors, "seconds": seconds}
 
 
@@ -102,18 +100,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(compute_sanitizer: str, tool: str, function: str) -> tuple[int, str, float]:
-    """Status, the end of what was printed, and seconds."""
+    """Status, the end of what was printed, which is shown to those who wait, and seconds."""
     start = time.perf_counter()
     options = ["--tool", tool, "--error-exitcode", str(_FOUND)]
-    done = subprocess.run(
+    lines = []
+    with subprocess.Popen(
         [compute_sanitizer, *options, sys.executable, "-c", _CODE.format(function)],
         # Each tensor in memory of its own: what lies beyond it belongs to nobody.
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": _PATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    return done.returncode, done.stdout[-20_000:], time.perf_counter() - start
+    ) as watched:
+        assert watched.stdout is not None
+        for line in watched.stdout:
+            lines.append(line)
+            print(f"{tool}: {line}", end="", file=sys.stderr, flush=True)
+    return watched.returncode, "".join(lines[-200:]), time.perf_counter() - start
 
 
 if __name__ == "__main__":

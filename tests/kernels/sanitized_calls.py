@@ -6,6 +6,7 @@ device memory and registered host memory in place.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from sparsekv.kernels import triton as ops
 from sparsekv.kernels.block_lists import BlockLists
 from sparsekv.kernels.torch_ops import partial_attention
 from sparsekv.roofline import ShareRouter
+
+_START = time.perf_counter()
 
 # Two threads that do not wait for each other, and one that writes beyond the end.
 WRONG_SOURCE = """
@@ -44,12 +47,14 @@ def calls() -> None:
     """Call everything, and check what comes out."""
     for case in cases():
         _attend(case)
+        _told(f"attention to {tuple(case.key.shape)}")
     for dtype in (torch.bfloat16, torch.float32):
         _merge(dtype)
         _append(dtype)
-        for share in (0.0, 0.5, 1.0):
-            for reads_in_place in (True, False):
-                _decode(dtype, share, reads_in_place)
+        _told(f"merge and append, {dtype}")
+    for share, reads_in_place in ((0.0, True), (0.5, True), (0.5, False), (1.0, True)):
+        _decode(share, reads_in_place)
+        _told(f"steps at share {share}")
 
 
 def cases() -> Iterator[Case]:
@@ -147,14 +152,15 @@ def _append(dtype: torch.dtype) -> None:
     assert torch.equal(stored, query.float().cpu())
 
 
-def _decode(dtype: torch.dtype, share: float, reads_in_place: bool) -> None:
+def _decode(share: float, reads_in_place: bool) -> None:
     """A prompt, and steps in which windows leave, of a cache in all four regions."""
+    dtype = torch.bfloat16
     geometry = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=128, dtype=dtype)
     config = CacheConfig(window_size=16, block_size=16, ping_pong_tokens=32)
     cache = InplaceKVCache(config.spec(geometry, 2), "cuda", ShareRouter(share))
     cache.reads_in_place = reads_in_place
     dense = [[_random(2, 2, 0, 128, dtype=dtype) for _ in range(2)] for _ in range(2)]
-    for num_tokens in (150, *[1] * 40):
+    for num_tokens in (70, *[1] * 20):
         for layer_idx in range(2):
             new = [_random(2, 2, num_tokens, 128, dtype=dtype) for _ in range(2)]
             dense[layer_idx] = [
@@ -170,6 +176,10 @@ def _decode(dtype: torch.dtype, share: float, reads_in_place: bool) -> None:
                 want, _ = partial_attention(query.cpu(), key, value, start, 0.1, **where)
                 torch.testing.assert_close(out.cpu(), want, rtol=2e-3, atol=2e-3)
     cache.close("done")
+
+
+def _told(what: str) -> None:
+    print(f"{time.perf_counter() - _START:6.1f} s  {what}", flush=True)
 
 
 def _assert_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
