@@ -111,6 +111,10 @@ def test_prompt_lookup_rounds_as_the_unpatched_model(trio, ids) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_assisted_decoding_rounds_as_the_unpatched_model(trio, ids, name) -> None:
     assistant = build(name).to(trio.plain.device, torch.bfloat16)
+    try:
+        trio.plain.generate(ids[:1], assistant_model=copy.deepcopy(assistant), max_new_tokens=12)
+    except Exception as error:
+        pytest.skip(f"transformers fails here without the patch: {error!r:.200}")
     trio.generate(ids[:1], assistant_model=assistant, max_new_tokens=12)
 
 
