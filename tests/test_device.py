@@ -78,6 +78,7 @@ class _FlagStream:
             word.fill_(value)
 
     def wait_flag(self, word, value):
+        assert int(word) >= value, "waits for what does not come"
         if self._error:
             raise CacheStateError(self._error)
 
@@ -87,13 +88,14 @@ class _FlagStream:
 
 @pytest.fixture
 def cuda_with(monkeypatch):
-    """A CUDA device, as far as flags are tried on it."""
+    """A CUDA device, as far as flags are tried on it; `calls` of it are kept."""
     monkeypatch.setattr(cuda, "_flags_work", {})
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
-    def make(stream, driver):
+    def make(stream, driver, status=0):
         accelerator = CudaAccelerator.__new__(CudaAccelerator)
         accelerator.device, accelerator._driver = torch.device("cuda", 0), driver
+        accelerator.calls = []
+        accelerator.call = lambda *call: accelerator.calls.append(call) or status
         monkeypatch.setattr(CudaAccelerator, "new_stream", lambda self: stream)
         return accelerator
 
@@ -116,12 +118,23 @@ def test_flags_that_do_not_work_are_told_of_once_and_not_used(
     (record,) = caplog.records
     assert reason in record.getMessage()
     assert "cuda:0" in record.getMessage()
+    (_, address, *_), *_, last = accelerator.calls
+    assert last == ("cuMemHostUnregister", address)
 
 
 def test_flags_are_tried_once_for_each_device(cuda_with, caplog):
     assert cuda_with(_FlagStream(True), _Driver()).has_flags
     assert cuda_with(None, None).has_flags
     assert cuda._flags_work == {0: True}
+    assert not caplog.records
+
+
+def test_flags_are_tried_again_where_no_memory_was_registered(cuda_with, caplog):
+    """It may be by then; until it is, a cache has no flags to use."""
+    accelerator = cuda_with(None, _Driver(), status=2)
+    assert accelerator.has_flags
+    assert [name for name, *_ in accelerator.calls] == ["cuMemHostRegister_v2"]
+    assert cuda._flags_work == {}
     assert not caplog.records
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -65,11 +66,17 @@ class CudaAccelerator(Accelerator):
     def has_flags(self) -> bool:
         index = self.device.index
         if index not in _flags_work:
+            # Registered as the flags of a cache are: not all memory that is pinned is alike.
+            page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            word = torch.frombuffer(page, dtype=torch.int32, count=1)
             try:
-                word = torch.zeros(1, dtype=torch.int32).pin_memory()
-            except RuntimeError:  # none to try with, nor for the flags of a cache
+                self.register(word.data_ptr(), mmap.PAGESIZE)
+            except CapacityError:  # none to try with, nor for the flags of a cache
                 return True
-            _flags_work[index] = self._try_flags(word)
+            try:
+                _flags_work[index] = self._try_flags(word)
+            finally:
+                self.unregister(word.data_ptr())
         return _flags_work[index]
 
     def _try_flags(self, word: Tensor) -> bool:
@@ -79,9 +86,10 @@ class CudaAccelerator(Accelerator):
             stream = self.new_stream()
             try:
                 stream.write_flag(word, 1)
-                stream.wait_flag(word, 1)
                 stream.synchronize()
-                if int(word) == 1:
+                if int(word) == 1:  # else the wait might not end
+                    stream.wait_flag(word, 1)
+                    stream.synchronize()
                     return True
                 reason = "a flag that was written is not seen"
             except CacheStateError as error:
