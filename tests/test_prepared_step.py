@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import prepared_ops
 import pytest
@@ -10,8 +11,8 @@ from harness import Twin, accelerators, build, geometry, new_tokens, regions, sp
 from simulated_streams import ACCELERATORS
 from test_step import TOLERANCE, assert_attends, assert_redone_after_ctrl_c, whole
 
-from sparsekv.attention import decode
-from sparsekv.device import SimulatedStream
+from sparsekv.attention import HostCalls, decode
+from sparsekv.device import SimulatedAccelerator, SimulatedStream, cuda
 from sparsekv.engine import attend
 from sparsekv.errors import CacheStateError
 from sparsekv.kernels import dispatch
@@ -92,6 +93,38 @@ def test_from_the_second_step_on_all_is_prepared(device, dtype, only_prepared):
     steps(twin, 40)
     twin.check()
     assert {"unpinned", "pinned"} < set(regions(twin.cache))
+
+
+class _StreamWithoutFlags(SimulatedStream):
+    def write_flag(self, flag, value):
+        raise AssertionError("this device has no flags")
+
+    wait_flag = write_flag
+
+
+class _WithoutFlags(SimulatedAccelerator):
+    has_flags = False
+
+    def current_stream(self):
+        return _StreamWithoutFlags(self)
+
+    new_stream = current_stream
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_flags_the_caller_waits_for_the_cpu(device, share, dtype, monkeypatch):
+    """And attention is the same, in steps of one token and of several, while windows leave."""
+    monkeypatch.setattr(cuda, "_flags_work", {0: False, 1: False})
+    with accelerators(_WithoutFlags) if device == "cpu" else nullcontext():
+        twin = Twin(build(spec(geometry(dtype=dtype)), share, device=device))
+    twin.append(17)
+    for num_tokens in (1, 1, 3, *[1] * 14):
+        twin.append(num_tokens, flush=False)
+        assert_attends(twin, num_tokens)
+    twin.check()
+    assert isinstance(twin.cache.companion.host, HostCalls)
+    assert twin.cache.registrar.flags is None
 
 
 def test_what_stays_is_prepared_once():
