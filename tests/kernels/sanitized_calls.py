@@ -105,10 +105,15 @@ def _prepared(case: Case, in_place: bool) -> tuple[Tensor, Tensor]:
     for is_carried, part in ((False, slice(0, 1)), (True, slice(1, None))):
         if not len(key[part]):
             break
+        # What must not be read any more once others are attended to.
+        elsewhere: dict[int, Tensor] = {}
+        old_key, old_value = (move(t[part], elsewhere) for t in (case.key, case.value))
+        old_key.fill_(torch.nan)
+        old_value.fill_(torch.nan)
         launch = ops.PreparedAttention(
             query,
-            key[part],
-            value[part],
+            old_key,
+            old_value,
             case.scale,
             out=out,
             lse=lse,
