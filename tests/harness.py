@@ -238,7 +238,7 @@ def build_faulty(spec_=None, share=0.5, stream_type=SimulatedStream):
 
 
 _HANGS_S = 20.0
-"""A device that works as long on what a step leaves behind will not come to an end at all."""
+"""What works as long on what a step leaves behind will not come to an end at all."""
 
 
 def _synchronize():
@@ -246,12 +246,12 @@ def _synchronize():
         torch.cuda.synchronize(index)
 
 
-def seconds_to_synchronize():
-    """How long CUDA's devices still work, if there are any; fails instead of hanging."""
-    if not torch.cuda.is_available():
-        return 0.0
+def seconds_to_synchronize(wait=_synchronize):
+    """How long it takes until `wait` returns, which waits for CUDA's devices, if there are any, or
+    for a stream; fails instead of hanging.
+    """
     start = time.perf_counter()
-    done = threading.Thread(target=_synchronize, daemon=True)
+    done = threading.Thread(target=wait, daemon=True)
     done.start()
     done.join(_HANGS_S)
     assert not done.is_alive(), "the device waits for something that never comes"

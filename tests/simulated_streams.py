@@ -214,6 +214,18 @@ class LateCaller(SimulatedAccelerator):
         return self._current
 
 
+class BusyCaller(SimulatedAccelerator):
+    """The caller's own stream works at once; while it is busy, not before somebody waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_busy = False
+        self.busy = LateStream(self)
+
+    def current_stream(self):
+        return self.busy if self.is_busy else super().current_stream()
+
+
 ACCELERATORS = {
     "eager": SimulatedAccelerator,
     "late": LateAccelerator,

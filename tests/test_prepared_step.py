@@ -1,5 +1,6 @@
 """Steps whose launches are prepared: the same attention, whatever has changed since they were."""
 
+import contextlib
 import gc
 import weakref
 from contextlib import nullcontext
@@ -7,17 +8,29 @@ from contextlib import nullcontext
 import prepared_ops
 import pytest
 import torch
-from harness import Twin, accelerators, build, geometry, new_tokens, regions, spec
-from simulated_streams import ACCELERATORS
+from harness import (
+    Twin,
+    accelerators,
+    build,
+    geometry,
+    new_tokens,
+    regions,
+    seconds_to_synchronize,
+    spec,
+)
+from simulated_streams import ACCELERATORS, BusyCaller
 from test_step import TOLERANCE, assert_attends, assert_redone_after_ctrl_c, whole
 
 from sparsekv.attention import HostCalls, decode
+from sparsekv.attention.host_jobs import HostJobs
+from sparsekv.cache import InplaceKVCache
 from sparsekv.device import SimulatedAccelerator, SimulatedStream, cuda
 from sparsekv.engine import attend
 from sparsekv.errors import CacheStateError
 from sparsekv.kernels import dispatch
 from sparsekv.kernels.dispatch import PreparedAttentionJob
 from sparsekv.regions import PingPong, ping_pong, window
+from sparsekv.regions.outbox import Outbox
 from sparsekv.transfer import in_place
 
 gpu = [
@@ -419,6 +432,83 @@ def test_ctrl_c_at_any_line_of_a_step_leaves_it_to_be_done_again(stride, reads_i
     steps(twin, 2)
     query = torch.randn(1, 4, 1, 4, device=device)
     assert_redone_after_ctrl_c(twin, query, stride)
+
+
+class Stop(Exception):
+    pass
+
+
+POINTS = {
+    "query stored": lambda cache: (cache.companion._ops.PreparedAppend, "__call__"),
+    "job submitted": lambda cache: (PreparedAttentionJob, "submit"),
+    "flag written": lambda cache: (type(cache.accelerator.current_stream()), "write_flag"),
+    "attention launched": lambda cache: (cache.companion._ops.PreparedAttention, "__call__"),
+    "chunk taken": lambda cache: (PingPong, "take"),
+    "chunks loaded": lambda cache: (PingPong, "load"),
+    "flag awaited": lambda cache: (type(cache.accelerator.current_stream()), "wait_flag"),
+    "merged": lambda cache: (cache.companion._ops.PreparedMerge, "__call__"),
+    "results taken": lambda cache: (HostJobs, "take"),
+    "window sent": lambda cache: (Outbox, "send"),
+    "flushed": lambda cache: (InplaceKVCache, "flush"),
+    "registered ahead": lambda cache: (InplaceKVCache, "register_ahead"),
+}
+"""What a step calls, in order: (owner, name)."""
+
+
+@contextlib.contextmanager
+def broken(point, is_after, error):
+    """Whoever comes to a point of a step raises there, before it or after it."""
+    owner, name = point
+    real = getattr(owner, name)
+
+    def fail(*args, **kwargs):
+        if is_after:
+            real(*args, **kwargs)
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        yield
+
+
+def seconds_to_rest(accelerator):
+    """Until the caller's stream has done what it was given."""
+    if accelerator.device.type == "cuda":
+        return seconds_to_synchronize()
+    seconds = seconds_to_synchronize(accelerator.busy.synchronize)
+    accelerator.is_busy = False
+    return seconds
+
+
+@pytest.mark.parametrize("error", [Stop(), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_step_that_breaks_at_a_point_can_be_done_again(device, point, is_after, error):
+    """In each step of a window, the one that evicts it too; the device comes to rest at once."""
+    with accelerators(BusyCaller) if device == "cpu" else contextlib.nullcontext():
+        twin = Twin(build(spec(window_size=8), share=0.5, device=device))
+    cache, broke = twin.cache, []
+    cache.reads_in_place = not point.startswith("chunk")
+    twin.append(57)
+    steps(twin, 2)
+    for i in range(9):
+        twin.append(1, flush=False)
+        query = torch.randn(2, 4, 1, 4, device=device)
+        expected = [whole(twin, layer_idx, query, 0.3) for layer_idx in (0, 1)]
+        with broken(POINTS[point](cache), is_after, error):
+            cache.accelerator.is_busy = True
+            try:
+                attend(cache, 0, query, 0.3)
+            except type(error):
+                broke.append(i)
+            assert seconds_to_rest(cache.accelerator) < 1.0
+        for layer_idx in (0, 1) if i % 2 else (1, 0):
+            found = attend(cache, layer_idx, query, 0.3)
+            torch.testing.assert_close(found, expected[layer_idx], atol=1e-5, rtol=1e-5)
+        twin.check()
+    assert broke == ([4] if point == "window sent" else list(range(9)))
+    steps(twin, 9)
+    twin.check()
 
 
 # Lifetime
