@@ -31,6 +31,7 @@ from sparsekv.kernels import dispatch
 from sparsekv.kernels.dispatch import PreparedAttentionJob
 from sparsekv.regions import PingPong, ping_pong, window
 from sparsekv.regions.outbox import Outbox
+from sparsekv.regions.pinned import CHUNK_BYTES
 from sparsekv.transfer import in_place
 
 gpu = [
@@ -185,6 +186,40 @@ def test_a_step_on_cuda_waits_for_nothing_and_takes_no_memory(share, reads_in_pl
         twin.note(layer_idx, *new[layer_idx])
         expected = whole(twin, layer_idx, queries[layer_idx], 0.3)
         torch.testing.assert_close(found[layer_idx], expected, atol=1e-5, rtol=1e-5)
+    twin.check()
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_steps_register_a_chunk_ahead_of_need_at_most(device, share, monkeypatch, only_prepared):
+    """Nothing where a query is attended to, nor where a window leaves."""
+    twin = Twin(build(spec(geometry(head_dim=128), window_size=8), share, device=device))
+    cache, ahead, sizes, allowed = twin.cache, InplaceKVCache.register_ahead, [], []
+    twin.append(30)
+    steps(twin, 2)
+    register = cache.accelerator.register
+
+    def note(address, num_bytes):
+        assert allowed, f"{num_bytes} bytes in the middle of a step"
+        sizes.append(num_bytes)
+        register(address, num_bytes)
+
+    def note_ahead(cache, layer_idx):
+        count = len(sizes)
+        allowed.append(layer_idx)
+        ahead(cache, layer_idx)
+        allowed.pop()
+        assert len(sizes) <= count + 1
+
+    monkeypatch.setattr(cache.accelerator, "register", note)
+    monkeypatch.setattr(InplaceKVCache, "register_ahead", note_ahead)
+    only_prepared()
+    query = torch.randn(2, 4, 1, 128, device=device)
+    for _ in range(200):
+        twin.append(1, flush=False)
+        for layer_idx in (0, 1):
+            attend(cache, layer_idx, query, 0.3)
+    assert bool(sizes) is (share < 1)
+    assert max(sizes, default=0) <= CHUNK_BYTES
     twin.check()
 
 
