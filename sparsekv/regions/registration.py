@@ -122,5 +122,5 @@ class Registrar:
                 "where the CPU attends to them: the CPU's share is above its target from here on. "
                 "Without registered buffers the calling thread waits for copies to that region, "
                 "and for the CPU's attention (said once)",
-                error,
+                str(error),  # whoever keeps the record would keep the cache, which its frames hold
             )
