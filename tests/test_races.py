@@ -376,21 +376,23 @@ def test_at_exit_nothing_is_unregistered_while_it_is_copied(share):
 
 
 class SleepyStream(CudaStream):
-    """Sleeps before each copy."""
+    """Sleeps before each copy of the kinds that its accelerator names."""
 
     def _to_host(self, host, source):
-        self._sleep()
+        self._sleep_before("out")
         super()._to_host(host, source)
 
     def _from_host(self, target, host):
-        self._sleep()
+        self._sleep_before("in")
         super()._from_host(target, host)
 
     def copy(self, target, source):
-        self._sleep()
+        self._sleep_before("within")
         super().copy(target, source)
 
-    def _sleep(self):
+    def _sleep_before(self, kind):
+        if kind not in self._accelerator.sleeps_before:
+            return
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(2_000_000)  # about 1 ms
 
@@ -398,12 +400,24 @@ class SleepyStream(CudaStream):
 class SleepyAccelerator(CudaAccelerator):
     """Copies beside the caller's work are slow."""
 
+    sleeps_before = ("out", "in", "within")
+
     def new_stream(self):
         return SleepyStream(self, torch.cuda.Stream(self.device))
 
 
+class SleepyOut(SleepyAccelerator):
+    sleeps_before = ("out",)
+
+
+class SleepyIn(SleepyAccelerator):
+    sleeps_before = ("in",)
+
+
 class SleepyCaller(CudaAccelerator):
     """What the caller writes and reads is slow."""
+
+    sleeps_before = ("out", "in", "within")
 
     def current_stream(self):
         torch.cuda._sleep(500_000)
@@ -412,7 +426,7 @@ class SleepyCaller(CudaAccelerator):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("make", [SleepyAccelerator, SleepyCaller])
+@pytest.mark.parametrize("make", [SleepyAccelerator, SleepyOut, SleepyIn, SleepyCaller])
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 @pytest.mark.parametrize("is_own", [True, False], ids=["own stream", "default stream"])
 def test_steps_on_cuda_are_the_same_however_late_copies_are(make, share, is_own):
@@ -453,15 +467,22 @@ def test_a_cuda_cache_may_end_while_its_copies_run(ending):
             twin.check()
 
 
+two_devices = pytest.param(
+    ["cuda:0", "cuda:1"],
+    marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device"),
+)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_24_threads_on_cuda_get_the_answers_of_one():
+@pytest.mark.parametrize("devices", [["cuda"], two_devices], ids=["one device", "two devices"])
+def test_24_threads_on_cuda_get_the_answers_of_one(devices):
     errors = []
 
-    def run():
+    def run(device):
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                twin = Twin(build(share=0.5, device="cuda"))
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                twin = Twin(build(share=0.5, device=device))
                 for length in (19, 1, 1, 6, 1, 1, 1):
                     twin.append(length, flush=False)
                     assert_attends(twin, length)
@@ -469,7 +490,7 @@ def test_24_threads_on_cuda_get_the_answers_of_one():
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(24)]
+    threads = [threading.Thread(target=run, args=(devices[i % len(devices)],)) for i in range(24)]
     for thread in threads:
         thread.start()
     for thread in threads:
