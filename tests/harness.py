@@ -289,13 +289,18 @@ def _is_finalizing(frame):
     return frame is not None and frame.f_code.co_filename == weakref.__file__
 
 
-def interrupt(at_line, function):
-    """Call `function`, interrupted at a line. False once it has fewer lines, and so was done."""
+def interrupt(at_line, function, kept=None):
+    """Call `function`, interrupted at a line. False once it has fewer lines, and so was done.
+
+    `kept`: a list that keeps the error, as a debugger does, and with it whatever was in its frames.
+    """
     tracer, old = _Interrupt(at_line), sys.gettrace()
     sys.settrace(tracer)
     try:
         function()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if kept is not None:
+            kept[:] = [error]
         return True
     finally:
         sys.settrace(old)

@@ -51,10 +51,10 @@ def slow_jobs(monkeypatch):
     """Jobs begin late, whatever flag is set."""
     submit = dispatch.copy_jobs()
 
-    def submit_late(copies, wait, done):
+    def submit_late(copies, wait, done, keep):
         gate = Flag(torch.zeros(1, dtype=torch.int32))
         threading.Thread(target=open_later, args=(*wait, gate)).start()
-        return submit(copies, (gate, 1), done)
+        return submit(copies, (gate, 1), done, keep)
 
     monkeypatch.setattr(outbox, "copy_jobs", lambda: submit_late)
 

@@ -68,8 +68,8 @@ def late(wait, seconds):
 def slow_attention(monkeypatch):
     submit = PreparedAttentionJob.submit
 
-    def submit_late(job, query_start, wait, done):
-        return submit(job, query_start, late(wait, LATE_S), done)
+    def submit_late(job, query_start, wait, done, keep):
+        return submit(job, query_start, late(wait, LATE_S), done, keep)
 
     monkeypatch.setattr(PreparedAttentionJob, "submit", submit_late)
 
@@ -78,8 +78,8 @@ def slow_attention(monkeypatch):
 def slow_copies(monkeypatch):
     submit = dispatch.copy_jobs()
 
-    def submit_late(copies, wait, done):
-        return submit(copies, late(wait, VERY_LATE_S), done)
+    def submit_late(copies, wait, done, keep):
+        return submit(copies, late(wait, VERY_LATE_S), done, keep)
 
     monkeypatch.setattr(outbox, "copy_jobs", lambda: submit_late)
 

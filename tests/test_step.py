@@ -60,8 +60,8 @@ def assert_attends(twin, num_queries, group_size=2, **masks):
 def assert_redone_after_ctrl_c(twin, query, stride):
     """A step of the first of two layers that Ctrl-C ends at any line can be done again."""
     expected = [whole(twin, layer_idx, query, 0.3) for layer_idx in range(2)]
-    at_line = 1
-    while interrupt(at_line, lambda: attend(twin.cache, 0, query, 0.3)):
+    at_line, kept = 1, []
+    while interrupt(at_line, lambda: attend(twin.cache, 0, query, 0.3), kept):
         assert seconds_to_synchronize() < 1.0
         for layer_idx in (1, 0):
             found = attend(twin.cache, layer_idx, query, 0.3)

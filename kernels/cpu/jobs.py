@@ -129,7 +129,8 @@ _RAN_OFFSET = _Room.began_ns.offset
 class Job:
     """A submitted operation; made by the functions that submit.
 
-    A job that is dropped while it waits is cancelled; one that runs is waited for. So no memory is
+    A job that is dropped while it waits is cancelled; one that runs is waited for; one that the
+    library has not is none. So no memory is
     freed that a job uses, no forgotten job is left waiting, and the exit of the interpreter hangs
     on none.
     """
@@ -222,6 +223,12 @@ class Job:
             )
 
 
+Keep = Callable[[Job], None]
+"""Takes a job where it can be found to be dropped, whatever interrupts Python: the frames of an
+error that somebody keeps would keep it too, waiting for a flag that others use.
+"""
+
+
 def submit_partial_attention(
     query: Tensor,
     key: Tensor,
@@ -309,6 +316,7 @@ def submit_copies(
     copies: Sequence[tuple[Tensor, Tensor]],
     wait: tuple[Flag, int] | None = None,
     done: tuple[Flag, int] | None = None,
+    keep: Keep | None = None,
 ) -> Job:
     """Copies of segments to their places, one after the other, as a job, whose results are the
     places; `copy_segment` of kernels.dispatch defines each.
@@ -317,6 +325,7 @@ def submit_copies(
         copies: at least one source, read after the flag was set, and its place: both (rows,
             num_kv_heads, tokens, dim).
         wait, done: as `submit_partial_attention` has them.
+        keep: as `start` has it.
 
     Raises:
         LayoutError: as there.
@@ -335,6 +344,7 @@ def submit_copies(
             *(word[0].words for word in (wait, done) if word is not None),
         ),
         error_of_copy,
+        keep,
     )
 
 
@@ -349,9 +359,10 @@ def start(
     results: tuple[Tensor, ...],
     uses: tuple[Tensor, ...],
     error_of: Callable[[int], SparseKVError],
+    keep: Keep | None = None,
 ) -> Job:
     """The job that `submit`, a function of the library that takes a signal and room for a number,
-    makes; `uses`: what it reads, flags too.
+    makes; `uses`: what it reads, flags too; `keep` is given the job before the library has it.
 
     Raises:
         SparseKVError: it makes none.
@@ -359,6 +370,8 @@ def start(
     room = _Room()
     _in_use[id(room)] = (room, *results, *uses)
     job = Job(room, results, error_of)
+    if keep is not None:
+        keep(job)
     signal.ran = ctypes.addressof(room) + _RAN_OFFSET
     try:
         # Ctrl-C may strike when the library has the job, and before Python knows what it returned.

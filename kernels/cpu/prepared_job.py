@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.errors import LayoutError
-from sparsekv.kernels.cpu.jobs import Flag, Job, Signal, check_in_place, job_library, start
+from sparsekv.kernels.cpu.jobs import Flag, Job, Keep, Signal, check_in_place, job_library, start
 from sparsekv.kernels.cpu.partial_attention import (
     check_inputs,
     check_position,
@@ -104,12 +104,19 @@ class PreparedAttentionJob:
         self._signal = Signal(unless_done=lse.data_ptr(), num_unless_done=lse.numel())
         self._error_of = functools.partial(error_of, call=self._calls[0])
 
-    def submit(self, query_start: int, wait: tuple[Flag, int], done: tuple[Flag, int]) -> Job:
+    def submit(
+        self,
+        query_start: int,
+        wait: tuple[Flag, int],
+        done: tuple[Flag, int],
+        keep: Keep | None = None,
+    ) -> Job:
         """A job whose results are (out, lse).
 
         Args:
             query_start: position of the first query token.
             wait, done: as `submit_partial_attention` has them.
+            keep: as `start` has it.
 
         Raises:
             LayoutError: query_start or positions lie out of range or beyond key_mask, or a row
@@ -130,6 +137,7 @@ class PreparedAttentionJob:
             self._results,
             (*self._uses, wait[0].words, done[0].words),
             self._error_of,
+            keep,
         )
 
 

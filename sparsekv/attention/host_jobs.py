@@ -10,7 +10,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -151,8 +150,13 @@ class HostJobs:
         """Let the CPU begin once the work of `stream` so far is done, which stores the query."""
         self._turn += 1
         (begin, word), (end, _) = self._flags[0], self._flag_of_turn()
-        submitted = job.submit(query_start, (begin, self._turn), (end, self._turn))
-        self._in_flight.begun.append((submitted, job.num_keys if job.num_queries == 1 else 0))
+        begun, num_keys = self._in_flight.begun, job.num_keys if job.num_queries == 1 else 0
+        job.submit(
+            query_start,
+            (begin, self._turn),
+            (end, self._turn),
+            lambda submitted: begun.append((submitted, num_keys)),
+        )
         stream.write_flag(word, self._turn)
 
     def wait(self, stream: Stream) -> None:
@@ -181,15 +185,16 @@ class HostJobs:
         begun = self._in_flight.begun
         while begun:
             job, _ = begun[-1]
-            job.cancel()
-            with suppress(SparseKVError):
-                job.wait()
+            job.drop()
             begun.pop()
 
     def _let_go_of_ended(self) -> None:
         awaited = self._in_flight.awaited
         while awaited:
             job, num_tokens = awaited[0]
+            if not job.drop.alive:  # what interrupted `take` left it among those begun, too
+                awaited.popleft()
+                continue
             status = job.status
             if status == JobStatus.UNENDED:
                 return
@@ -276,8 +281,7 @@ def _end(pid: int, in_flight: _InFlight) -> None:
     if os.getpid() != pid:
         return
     for job, _ in in_flight.begun:
-        with suppress(SparseKVError):  # at exit it may have been released already
-            job.cancel()
+        job.drop()
     _wait_for_taker(in_flight)
 
 

@@ -94,22 +94,30 @@ class _PlacingByFunction:
 class _PlacingByJob:
     """The native library's threads do."""
 
-    job: Job
     pairs: Pairs
     filling: _Filling
     """The last one of its bounce, which is not held: it holds this."""
-    copied: Event
-    """The bounce is full."""
     done: tuple[Tensor, int]
     """The flag that the job sets, whichever way it ends, and to what."""
+    job: Job | None = None
+    copied: Event | None = None
+    """The bounce is full; None: the sender has failed."""
     is_in_place: bool = False
     """Known to be."""
 
+    def begin(self, job: Job) -> None:
+        self.job = job
+
     def is_done(self) -> bool:
-        return self.is_in_place or self.job.status == JobStatus.DONE
+        if self.is_in_place or self.copied is None or self.job is None:
+            return self.is_in_place
+        return self.job.status == JobStatus.DONE
 
     def synchronize(self) -> None:
-        if self.is_in_place:
+        if self.is_in_place or self.job is None:
+            return
+        if self.copied is None:
+            self.job.drop()
             return
         self.copied.synchronize()
         try:
@@ -246,8 +254,7 @@ class Outbox:
             first += len(taken)
             self.stream.copy_to_host(passing, taken)
             pairs.append((passing, target))
-        bounce.placing = self._placing(bounce, pairs)
-        self._placings.append(bounce.placing)
+        bounce.placing = self._begin(bounce, pairs)
         self._unasked.append(bounce.placing)
 
     def _next_bounce(self, window: Tensor) -> _Bounce | None:
@@ -268,18 +275,22 @@ class Outbox:
         bounce.last.turn = self._turn
         return bounce
 
-    def _placing(self, bounce: _Bounce, pairs: Pairs) -> Placing:
+    def _begin(self, bounce: _Bounce, pairs: Pairs) -> Placing:
         """Have the host put in place what is on its way into `bounce`."""
         submit, flags = copy_jobs(), self._registrar.flags
         if submit is None or flags is None:
-            return _PlacingByFunction(self.stream, pairs)
+            function = _PlacingByFunction(self.stream, pairs)
+            self._placings.append(function)
+            return function
         words, turn = flags[1], bounce.last.turn
         filled, done = bounce.index, _MOST_BOUNCES + turn % _MOST_PLACINGS
         copies = [tuple(map(self._as_tokens, pair)) for pair in pairs]
-        job = submit(copies, (Flag(words, filled), turn), (Flag(words, done), turn))
+        placing = _PlacingByJob(pairs, bounce.last, (words[done], turn))
+        self._placings.append(placing)
+        submit(copies, (Flag(words, filled), turn), (Flag(words, done), turn), placing.begin)
         self.stream.write_flag(words[filled], turn)
-        copied = self.stream.record()
-        return _PlacingByJob(job, pairs, bounce.last, copied, (words[done], turn))
+        placing.copied = self.stream.record()
+        return placing
 
     def _as_tokens(self, segments: Tensor) -> Tensor:
         """Many tokens a head: the threads share them."""
