@@ -251,6 +251,26 @@ def test_a_job_that_was_begun_in_vain_is_cancelled_by_the_next_step(device, no_c
     assert jobs[1].wait(60)
 
 
+def test_a_job_that_nobody_was_told_of_is_dropped_by_the_next_step(device, no_calls, monkeypatch):
+    """Ctrl-C strikes before its submission returns, and somebody keeps the error."""
+    twin, jobs = Twin(build(share=0.5, device=device)), []
+    twin.append(30)
+    submit = PreparedAttentionJob.submit
+
+    def strike(*args):
+        jobs.append(submit(*args))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreparedAttentionJob, "submit", strike)
+        with pytest.raises(KeyboardInterrupt):
+            step(twin, layer_idx=0)
+    assert jobs[0].drop.alive
+    found, expected = step(twin, layer_idx=1)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
+    assert not jobs[0].drop.alive
+
+
 def test_what_a_failed_step_leaves_does_not_end_an_earlier_wait():
     """The stream is behind when the second job is dropped, whose end is then said at once."""
     if dispatch.attention_jobs() is None:

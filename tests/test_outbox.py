@@ -120,6 +120,26 @@ def test_what_a_cancelled_job_leaves_is_put_in_place_while_it_is_there():
     twin.check()
 
 
+def test_a_job_that_nobody_was_told_of_is_dropped(monkeypatch):
+    """Ctrl-C strikes before its submission returns, and somebody keeps the error."""
+    twin, jobs, submit = full_but_one(FEW), [], dispatch.copy_jobs()
+
+    def strike(*args):
+        jobs.append(submit(*args))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox, "copy_jobs", lambda: strike)
+        with pytest.raises(KeyboardInterrupt):
+            twin.append(1)
+    assert not jobs[0].drop.alive
+    twin.cache.flush(0)
+    twin.cache.crop(23)
+    twin.dense = [[tensor[:, :, :23] for tensor in layer] for layer in twin.dense]
+    twin.append(9)
+    twin.check()
+
+
 def test_what_a_cancelled_job_has_lost_is_not_shown():
     with accelerators(LateAccelerator):
         twin = full_but_one(MANY)
