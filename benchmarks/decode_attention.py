@@ -37,8 +37,10 @@ _USUAL_SHARE = 0.7
 _PLACED, _BORROWED_SHARES = 0.5, (0.5, 0.6, 0.7, 0.8, 0.9)
 """One placement, and the shares of the steps over it."""
 
-_MODEL_LAYERS = 32
-"""Of the whole model: as many as leave a GPU of 141 GB room for weights and a DynamicCache."""
+_MODEL_LAYERS = 24
+"""Of the whole model. Its offloaded cache takes twice its bytes of page-locked memory, for torch
+rounds each tensor up to a power of two: more layers do not fit into 128 GB beside ours.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,8 +194,16 @@ def test_steps_register_a_chunk_ahead_of_need_at_most(device, share, monkeypatch
     """Nothing where a query is attended to, nor where a window leaves."""
     twin = Twin(build(spec(geometry(head_dim=128), window_size=8), share, device=device))
     cache, ahead, sizes, allowed = twin.cache, InplaceKVCache.register_ahead, [], []
+    query = torch.randn(2, 4, 1, 128, device=device)
+
+    def steps_of(count):
+        for _ in range(count):
+            twin.append(1, flush=False)
+            for layer_idx in (0, 1):
+                attend(cache, layer_idx, query, 0.3)
+
     twin.append(30)
-    steps(twin, 2)
+    steps_of(2)
     register = cache.accelerator.register
 
     def note(address, num_bytes):
@@ -213,11 +221,7 @@ def test_steps_register_a_chunk_ahead_of_need_at_most(device, share, monkeypatch
     monkeypatch.setattr(cache.accelerator, "register", note)
     monkeypatch.setattr(InplaceKVCache, "register_ahead", note_ahead)
     only_prepared()
-    query = torch.randn(2, 4, 1, 128, device=device)
-    for _ in range(200):
-        twin.append(1, flush=False)
-        for layer_idx in (0, 1):
-            attend(cache, layer_idx, query, 0.3)
+    steps_of(200)
     assert bool(sizes) is (share < 1)
     assert max(sizes, default=0) <= CHUNK_BYTES
     twin.check()

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sparsekv.attention.merge import merge_partials
 from sparsekv.attention.timings import Recent
 from sparsekv.format.views import KVView
 from sparsekv.kernels.dispatch import partial_attention_for
@@ -88,7 +89,8 @@ class HostCalls:
             if self._timings is not None and question.query.shape[2] == 1:
                 num_tokens = sum(part.num_tokens for part in parts)
                 self._timings.note(num_tokens, perf_counter() - start)
-            return [(out.to(device), lse.to(device)) for out, lse in results]
+            out, lse = merge_partials(results)  # of a prompt, each is larger than its keys
+            return [(out.to(device), lse.to(device))]
 
         return finish
 

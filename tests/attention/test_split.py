@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsekv.attention import split_attention
-from sparsekv.attention.host import Question
+from sparsekv.attention.host import HostCalls, Question
 from sparsekv.errors import LayoutError
 from sparsekv.format.views import KVView, LayerViews
 from sparsekv.kernels import reference
@@ -184,6 +184,19 @@ def test_the_results_held_at_a_time_do_not_grow_with_the_parts(
     expected = dense(queries(5, 3), key, value)
     torch.testing.assert_close((out, lse), expected, atol=1e-6, rtol=1e-5)
     assert most <= 5
+
+
+def test_the_host_gives_one_result_of_all_its_parts() -> None:
+    """Of a prompt each would take more of the accelerator than its keys."""
+    key, value = sequence(5, 4 * TOKENS)
+    parts = [view(key, value, [start]) for start in range(0, 4 * TOKENS, TOKENS)]
+    query = queries(5, 3)
+    question = Question(
+        query=query, softmax_scale=SCALE, query_start=4 * TOKENS - 3, key_mask=None, mask=None
+    )
+    (found,) = HostCalls().begin(question, parts)()
+    expected = dense(query, key, value)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_nothing_is_loaded_when_nothing_is_pinned() -> None:
