@@ -153,14 +153,14 @@ def _measured(
             logger.warning(
                 "no memory to measure this machine (%s): the CPU's share stays at one half; free "
                 "some and start again, or run `sparsekv calibrate` before the model is loaded",
-                error,
+                str(error),  # not the error, whose frames would be kept with the record
             )
         except LayoutError as error:
             _unsaved[key] = None
             logger.warning(
                 "this machine could not be measured (%s): the CPU's share stays at one half; run "
                 "`sparsekv calibrate` while nothing else runs, and start again",
-                error,
+                str(error),
             )
         except OSError as error:
             _unsaved[key] = found
@@ -168,6 +168,6 @@ def _measured(
                 "the measurement of this machine cannot be kept in %s (%s): each process will "
                 "measure anew; make the folder writable, or set SPARSEKV_CACHE to another",
                 folder,
-                error,
+                str(error),
             )
     return found

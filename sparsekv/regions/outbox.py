@@ -202,7 +202,7 @@ class Outbox:
 
     def keep_up(self) -> None:
         """Return when what was sent before the last such call has left the accelerator: prompts of
-        no more than two layers take its memory at a time.
+        no more than two layers are being copied while the next one attends to itself.
         """
         self._behind.append(self.stream.record())
         if len(self._behind) == _MOST_BEHIND:
