@@ -57,7 +57,8 @@ def cost_of(machine, model, batch_size):
 
 
 def results(topic):
-    path = ROOT / "benchmarks" / "results" / f"{topic}_h200-16core_202611.json"
+    """The newest file."""
+    *_, path = sorted((ROOT / "benchmarks" / "results").glob(f"{topic}_h200-16core_*.json"))
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -64,11 +64,11 @@ PRESETS: Mapping[str, MachineProfile] = MappingProxyType(
             link_gbs=_PCIE3_GBS,
             hbm_gbs=900.0,
         ),
-        # Each number from benchmarks/results/*_h200-16core_202611.json, by the name of the topic.
+        # Each number from benchmarks/results/*_h200-16core_*.json, by the name of the topic.
         "h200": MachineProfile(
             name="NVIDIA H200 (PCIe 5), Xeon with AMX, 16 cores",
             # ceilings, reading and copying together, 15 threads: 108.9 + 43.6 GB/s. Decode steps
-            # get there: 109.0 for Qwen3 at share 0.75, and 43.8 from the host at 0.65.
+            # get there: 102 and 117 for Qwen3 at shares 0.7 and 0.75; from the host 43.8 at 0.65.
             cpu_read_gbs=108.9,
             h2d_gbs=43.6,
             # cpu_attention, DeepSeek-V4 by AMX, 15 threads: 82.2 GB/s at 128 operations a byte.
